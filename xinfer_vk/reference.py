@@ -1,0 +1,91 @@
+"""The NumPy runtime: runs a plan by each kernel's oracle, in order, over plain arrays.
+
+It is the reference every Vulkan device is compared with, and what ``--device numpy`` uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, OracleCall, Plan, Step
+
+NUMPY_PROFILE = DeviceProfile(
+    name="NumPy reference",
+    simd=True,
+    subgroup_size=8,
+    max_workgroup_invocations=256,
+    max_shared_bytes=32 << 10,
+    max_storage_range_bytes=1 << 30,
+    unified_memory=True,
+)
+
+
+class NumpyRuntime:
+    """A :class:`~xinfer_vk.plan.Runtime` without a device."""
+
+    def __init__(self, profile: DeviceProfile = NUMPY_PROFILE) -> None:
+        self.profile = profile
+        self._arrays: dict[Buffer, np.ndarray] = {}
+        self._derived: dict[Buffer, dict[tuple[Any, ...], np.ndarray]] = {}
+
+    def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
+        buffer = Buffer(name, words, kind)
+        self._arrays[buffer] = np.zeros(words, np.uint32)
+        self._derived[buffer] = {}
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        del self._arrays[buffer], self._derived[buffer]
+
+    def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
+        self._arrays[buffer][offset : offset + words.size] = words.reshape(-1).view(np.uint32)
+        self._derived[buffer].clear()
+
+    def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
+        return self._arrays[buffer][offset : offset + count].copy()
+
+    def prepare(self, plan: Plan) -> RecordedOracles:
+        return RecordedOracles(self, plan)
+
+    def run_step(self, step: Step) -> None:
+        """Run one dispatch: what a step-by-step comparison with a device is made of."""
+        kernel = step.kernel
+        bound = dict(zip(kernel.bindings, step.buffers))
+
+        def cached(key: tuple[Any, ...], make: Callable[[], np.ndarray]) -> np.ndarray:
+            buffer = bound[key[0]]
+            if buffer.kind is not BufferKind.WEIGHTS:
+                return make()
+            store = self._derived[buffer]
+            if key not in store:
+                store[key] = make()
+            return store[key]
+
+        call = OracleCall(
+            buffers={name: self._arrays[buffer] for name, buffer in bound.items()},
+            p=kernel.unpack(step.push),
+            spec=SimpleNamespace(**dict(kernel.spec)),
+            groups=step.groups,
+            cached=cached,
+        )
+        with np.errstate(over="ignore", invalid="ignore"):  # devices do not trap either
+            kernel.oracle(call)
+
+    def close(self) -> None:
+        self._arrays.clear()
+        self._derived.clear()
+
+
+class RecordedOracles:
+    """A plan bound to the NumPy runtime."""
+
+    def __init__(self, runtime: NumpyRuntime, plan: Plan) -> None:
+        self._runtime, self._steps = runtime, plan.steps
+
+    def run(self) -> None:
+        for step in self._steps:
+            self._runtime.run_step(step)
