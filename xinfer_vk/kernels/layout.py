@@ -26,27 +26,10 @@ Only the order of bits differs from the model file: no value is rounded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from xinfer_vk.plan import Buffer
-
 ROWS = 8  # rows interleaved in one group
 BLOCK = 32  # weights of one quantized block
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 BLOCK_FORMATS = ("q8_0", "q4_0", "q4_1")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows ``[first_row, first_row + rows)`` of a matrix, in ``buffer`` from word ``offset`` on.
-
-    A matrix larger than one buffer may be is split by rows; ``first_row`` is a multiple of 8.
-    """
-
-    buffer: Buffer
-    offset: int
-    first_row: int
-    rows: int
 
 
 def scale_words(fmt: str, cols: int) -> int:
