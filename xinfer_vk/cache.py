@@ -1,0 +1,169 @@
+"""The paged KV cache: fixed-size blocks of tokens, handed out and taken back by one allocator.
+
+A sequence owns a list of blocks; block ``i`` holds the keys and values of its positions
+``32 i … 32 i + 31`` in every layer. Blocks need not be neighbours, so sequences grow without copying
+and share a prefix by counting references (Kwon et al. 2023, "Efficient Memory Management for Large
+Language Model Serving with PagedAttention").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.kernels.state import BLOCK_TOKENS
+from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, Runtime
+
+KV_BYTES = {"f32": 4, "f16": 2}
+
+
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str) -> int:
+    """Bytes of keys and values one token takes: ``2 · layers · kv_heads · head_dim · bytes``."""
+    return 2 * layers * kv_heads * head_dim * KV_BYTES[kv_dtype]
+
+
+class BlockAllocator:
+    """Hands out block numbers ``0 … count-1``; a block is free again when its last user lets go."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._users = [0] * count
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        if not self._free:
+            raise OutOfMemoryError(
+                f"the KV cache is full ({self.count * BLOCK_TOKENS} tokens): "
+                "use a larger --context or generate fewer tokens"
+            )
+        block = self._free.pop()
+        self._users[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more sequence uses ``block``."""
+        assert self._users[block] > 0, f"block {block} is not in use"
+        self._users[block] += 1
+
+    def release(self, block: int) -> None:
+        assert self._users[block] > 0, f"block {block} released more often than taken"
+        self._users[block] -= 1
+        if self._users[block] == 0:
+            self._free.append(block)
+
+
+@dataclass
+class CachedSequence:
+    """What the cache holds of one sequence: ``length`` tokens in ``blocks``; ``row`` is its line in
+    the device's block table."""
+
+    row: int
+    blocks: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def slot(self, position: int) -> int:
+        """Where the token at ``position`` is stored: ``block * BLOCK_TOKENS + offset``."""
+        return self.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Where one layer's keys and values stand: word offsets of the two regions in ``buffer``."""
+
+    buffer: Buffer
+    k_offset: int
+    v_offset: int
+
+
+class KVCache:
+    """Keys and values of up to ``sequences`` sequences, ``capacity`` tokens in all, on the device.
+
+    A block's keys are ``[kv_head][word of the vector][32 tokens]`` and its values
+    ``[kv_head][32 tokens][word of the vector]``; a word holds one f32 or two f16.
+
+    Raises :class:`UsageError` for an unknown dtype or an odd head dim in f16, and
+    :class:`OutOfMemoryError` when a layer cannot be bound or the device is full.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        kv_dtype: str,
+        capacity: int,
+        sequences: int = 1,
+    ) -> None:
+        if kv_dtype not in KV_BYTES:
+            raise UsageError(f"kv dtype {kv_dtype!r} is not supported: choose from {', '.join(KV_BYTES)}")
+        if kv_dtype == "f16" and head_dim % 2:
+            raise UsageError(f"head dim {head_dim} is odd and cannot be packed as f16: use --kv-dtype f32")
+        self.runtime, self.kv_dtype, self.max_sequences = runtime, kv_dtype, sequences
+        # Every sequence can end in a block that is not full, hence one more block for each.
+        self.blocks_per_sequence = -(-capacity // BLOCK_TOKENS)
+        blocks = self.blocks_per_sequence + sequences - 1
+        self.capacity = self.blocks_per_sequence * BLOCK_TOKENS
+        self.allocator = BlockAllocator(blocks)
+        vector_words = head_dim * KV_BYTES[kv_dtype] // WORD_BYTES
+        region = blocks * kv_heads * vector_words * BLOCK_TOKENS  # words of one layer's K (or V)
+        limit = min(runtime.profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES) // WORD_BYTES
+        if 2 * region > limit:
+            most = limit // (2 * kv_heads * vector_words * BLOCK_TOKENS) * BLOCK_TOKENS
+            raise OutOfMemoryError(
+                f"a context of {capacity} tokens needs {2 * region * WORD_BYTES} bytes a layer and the device "
+                f"binds at most {limit * WORD_BYTES}: use --context {most} or less"
+                + (", or --kv-dtype f16" if kv_dtype == "f32" else "")
+            )
+        self.bytes = layers * 2 * region * WORD_BYTES
+        self._rows = list(range(sequences - 1, -1, -1))
+        self._buffers: list[Buffer] = []
+        self.layers: list[LayerCache] = []
+        per_buffer = max(1, limit // (2 * region))
+        for first in range(0, layers, per_buffer):
+            count = min(per_buffer, layers - first)
+            buffer = runtime.allocate(f"KV cache of layers {first}–{first + count - 1}", count * 2 * region, BufferKind.KV)
+            self._buffers.append(buffer)
+            for i in range(count):
+                self.layers.append(LayerCache(buffer, i * 2 * region, (i * 2 + 1) * region))
+
+    def open(self) -> CachedSequence:
+        """A new, empty sequence. Raises :class:`OutOfMemoryError` when all rows are taken."""
+        if not self._rows:
+            raise OutOfMemoryError(f"the KV cache holds {self.max_sequences} sequences and all are in use")
+        return CachedSequence(self._rows.pop())
+
+    def reserve(self, sequence: CachedSequence, tokens: int) -> None:
+        """Blocks for ``tokens`` more tokens after ``sequence.length``; nothing is taken if not all can be."""
+        wanted = -(-(sequence.length + tokens) // BLOCK_TOKENS) - len(sequence.blocks)
+        if len(sequence.blocks) + wanted > self.blocks_per_sequence or wanted > self.allocator.free_blocks:
+            raise OutOfMemoryError(
+                f"{sequence.length + tokens} tokens do not fit the KV cache of {self.capacity}: "
+                "use a larger --context or a shorter prompt"
+            )
+        sequence.blocks.extend(self.allocator.allocate() for _ in range(wanted))
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget everything from position ``length`` on (rejected drafts, an edited turn)."""
+        assert 0 <= length <= sequence.length
+        keep = -(-length // BLOCK_TOKENS)
+        for block in sequence.blocks[keep:]:
+            self.allocator.release(block)
+        del sequence.blocks[keep:]
+        sequence.length = length
+
+    def close(self, sequence: CachedSequence) -> None:
+        """Give back the sequence's blocks and its row."""
+        self.truncate(sequence, 0)
+        self._rows.append(sequence.row)
+
+    def free(self) -> None:
+        """Give the device memory back."""
+        for buffer in self._buffers:
+            self.runtime.free(buffer)
+        self._buffers.clear()

@@ -1,0 +1,197 @@
+"""One step of the model: a ragged batch of tokens goes in, tokens or logits come out.
+
+A step has three visible parts: *prepare* writes the batch into the state buffer, *run* replays the
+plan for its bucket, *finish* reads the result. A batch may mix prefill chunks and decode tokens of
+any sequences; rows are not padded between sequences, a bucket's unused rows are skipped on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from xinfer_vk.cache import CachedSequence, KVCache
+from xinfer_vk.errors import NumericError
+from xinfer_vk.kernels import state as state_layout
+from xinfer_vk.kernels.attention import query_tile
+from xinfer_vk.kernels.base import Ref
+from xinfer_vk.models.config import ModelConfig, rope_inv_freq
+from xinfer_vk.models.decoder import DecoderWeights
+from xinfer_vk.models.graph import Activations, Graph
+from xinfer_vk.models.registry import family
+from xinfer_vk.plan import BufferKind, Recorded, Runtime
+
+Outputs = Literal["none", "last", "all"]
+Head = Literal["argmax", "logits"]
+
+MAX_OUTPUTS = 32  # rows of logits kept at once: 32 x 152k x 4 bytes = 19 MB for Qwen2.5
+NAN_TOKEN = 0xFFFFFFFF  # what the argmax kernel writes for a row with NaN
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next tokens of one sequence; they are appended to what its cache holds."""
+
+    sequence: CachedSequence
+    token_ids: Sequence[int]
+
+
+def bucket(count: int) -> int:
+    """The smallest power of two that holds ``count`` rows; 0 for none."""
+    return 0 if count == 0 else 1 << (count - 1).bit_length()
+
+
+class ModelRunner:
+    """Runs batches of one model on one device over one KV cache.
+
+    ``max_tokens`` bounds the rows of a step (the prefill chunk), ``cache.capacity`` the positions.
+    Plans are recorded on first use, one for each (tokens bucket, outputs bucket, head).
+    """
+
+    def __init__(
+        self, runtime: Runtime, config: ModelConfig, weights: DecoderWeights, cache: KVCache, max_tokens: int = 512
+    ) -> None:
+        self.runtime, self.config, self.weights, self.cache = runtime, config, weights, cache
+        self.max_tokens = min(bucket(max_tokens), bucket(cache.capacity), state_layout.MAX_TOKENS)
+        self.max_outputs = min(MAX_OUTPUTS, self.max_tokens)
+        self.steps_run = 0
+        self.bytes_read = 0
+        self._plans: dict[tuple[int, int, Head], tuple[Recorded, int]] = {}
+        self._table_stride = cache.blocks_per_sequence
+        words = state_layout.state_words(cache.max_sequences, self._table_stride)
+        self._state = runtime.allocate("step state", words, BufferKind.STATE)
+        self._result = runtime.allocate("result tokens", self.max_outputs, BufferKind.RESULT)
+        self._host_state = np.zeros(words, np.uint32)
+        self._host_state[state_layout.TABLE_STRIDE] = self._table_stride
+        self._activations = Activations(
+            runtime, config, tokens=self.max_tokens, outputs=self.max_outputs, max_context=cache.capacity
+        )
+        self._rope_table = self._make_rope_table(cache.capacity)
+        self._query_tile = query_tile(runtime.profile, config.head_dim)
+
+    def run(self, chunks: Sequence[Chunk], outputs: Outputs = "last", head: Head = "argmax") -> np.ndarray:
+        """Append every chunk to its sequence and return, in order, for the rows asked for:
+
+        * ``head="argmax"``: token ids, ``int64 [rows]``
+        * ``head="logits"``: ``float32 [rows, vocabulary]``
+
+        ``outputs``: "last" gives one row a chunk, "all" one a token, "none" an empty array.
+        Raises :class:`OutOfMemoryError` when the cache is full and :class:`NumericError` on NaN.
+        """
+        rows = self._prepare(chunks, outputs)
+        total = sum(len(chunk.token_ids) for chunk in chunks)
+        recorded, _ = self._plan(bucket(total), bucket(rows), head)
+        recorded.run()
+        for chunk in chunks:
+            chunk.sequence.length += len(chunk.token_ids)
+        self.steps_run += 1
+        return self._finish(chunks, rows, head)
+
+    def dispatches(self, tokens: int, outputs: int, head: Head = "argmax") -> int:
+        """How many dispatches a step of that shape takes."""
+        return self._plan(bucket(tokens), bucket(outputs), head)[1]
+
+    def warm_up(self, shapes: Sequence[tuple[int, int]], progress: Callable[[int, int], None] | None = None) -> None:
+        """Record the plans for ``(tokens, outputs)`` shapes ahead of use, with progress."""
+        for done, (tokens, outputs) in enumerate(shapes):
+            if progress:
+                progress(done, len(shapes))
+            self._plan(bucket(tokens), bucket(outputs), "argmax")
+        if progress:
+            progress(len(shapes), len(shapes))
+
+    def free(self) -> None:
+        """Give the device memory back, the cache's not included."""
+        self._plans.clear()
+        for buffer in (self._state, self._result, self._activations.buffer, self._rope_table.buffer):
+            self.runtime.free(buffer)
+
+    # -- prepare ------------------------------------------------------------------------------
+
+    def _prepare(self, chunks: Sequence[Chunk], outputs: Outputs) -> int:
+        """Write the batch into the state buffer; how many rows of output it asks for."""
+        s, host = state_layout, self._host_state
+        row = tiles = rows = 0
+        for chunk in chunks:
+            sequence, count = chunk.sequence, len(chunk.token_ids)
+            assert count > 0, "an empty chunk"
+            assert row + count <= self.max_tokens, f"more than {self.max_tokens} tokens in one step"
+            self.cache.reserve(sequence, count)
+            positions = np.arange(sequence.length, sequence.length + count, dtype=np.uint32)
+            blocks = np.asarray(sequence.blocks, np.uint32)
+            table = s.BLOCK_TABLE + sequence.row * self._table_stride
+            host[table : table + blocks.size] = blocks
+            here = slice(row, row + count)
+            host[s.TOKEN_ID :][here] = chunk.token_ids
+            host[s.POSITION :][here] = positions
+            host[s.SEQUENCE :][here] = sequence.row
+            host[s.SLOT :][here] = blocks[positions // s.BLOCK_TOKENS] * s.BLOCK_TOKENS + positions % s.BLOCK_TOKENS
+            for start in range(0, count, self._query_tile):
+                host[s.TILE_START + tiles] = row + start
+                host[s.TILE_COUNT + tiles] = min(self._query_tile, count - start)
+                tiles += 1
+            wanted = {"none": range(0), "last": range(row + count - 1, row + count), "all": range(row, row + count)}
+            for output_row in wanted[outputs]:
+                assert rows < self.max_outputs, f"more than {self.max_outputs} output rows in one step"
+                host[s.OUTPUT_ROW + rows] = output_row
+                rows += 1
+            row += count
+        host[s.N_TOKENS], host[s.N_OUTPUTS], host[s.N_QUERY_TILES] = row, rows, tiles
+        self.runtime.write(self._state, 0, host)
+        return rows
+
+    # -- run ----------------------------------------------------------------------------------
+
+    def _plan(self, tokens: int, outputs: int, head: Head) -> tuple[Recorded, int]:
+        key = (tokens, outputs, head)
+        if key not in self._plans:
+            graph = Graph(
+                self.runtime.profile,
+                self.config,
+                tokens=tokens,
+                outputs=outputs,
+                activations=self._activations,
+                state=self._state,
+                cache=self.cache,
+                rope_table=self._rope_table,
+            )
+            family(self.config.architecture).forward(graph, self.weights)
+            if outputs and head == "argmax":
+                graph.argmax(self._result)
+            plan = graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
+            self._plans[key] = (self.runtime.prepare(plan), len(plan.steps))
+        return self._plans[key]
+
+    # -- finish -------------------------------------------------------------------------------
+
+    def _finish(self, chunks: Sequence[Chunk], rows: int, head: Head) -> np.ndarray:
+        if rows == 0:
+            return np.empty(0, np.int64)
+        if head == "argmax":
+            words = self.runtime.read(self._result, 0, rows)
+            bad = words == NAN_TOKEN
+        else:
+            logits = self._activations.logits
+            words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
+            words = words.view(np.float32).reshape(rows, logits.stride)
+            bad = np.isnan(words).any(axis=1)
+        self.bytes_read += words.nbytes
+        if bad.any():
+            positions = sorted({chunk.sequence.length - 1 for chunk in chunks})
+            raise NumericError(
+                f"step {self.steps_run}: the logits at position {positions[0]} hold NaN; "
+                "run `xinfer-vk selftest` to check the device, and check the model's weights"
+            )
+        return words.astype(np.int64) if head == "argmax" else words
+
+    def _make_rope_table(self, positions: int) -> Ref:
+        """cos and sin of every angle, made in float64 here because a device's sin may be off by
+        2⁻¹¹ (Vulkan spec, precision of core operations): ``[positions, rotary_dim / 2, 2]``."""
+        angles = np.arange(positions, dtype=np.float64)[:, None] * rope_inv_freq(self.config)[None, :]
+        table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
+        buffer = self.runtime.allocate("rotary table", table.size, BufferKind.WEIGHTS)
+        self.runtime.write(buffer, 0, table.reshape(-1).view(np.uint32))
+        return Ref(buffer, 0)

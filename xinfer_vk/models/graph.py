@@ -1,0 +1,195 @@
+"""The vocabulary a model file is written in: each method adds one operation's steps to a plan.
+
+A graph is made for one batch shape: ``tokens`` rows enter, ``outputs`` rows leave as logits. All
+mutable activations are declared in one place, :class:`Activations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xinfer_vk.cache import KVCache
+from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
+from xinfer_vk.kernels.attention import attention, partial_words
+from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.copy_region import copy_kv
+from xinfer_vk.kernels.embed import embed
+from xinfer_vk.kernels.matmul import linear
+from xinfer_vk.kernels.rmsnorm import rmsnorm
+from xinfer_vk.kernels.rope import rope
+from xinfer_vk.kernels.swiglu import swiglu
+from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
+from xinfer_vk.weights.device import Matrix
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A row-major f32 matrix on the device: row ``i`` begins at ``ref.offset + i * stride``."""
+
+    ref: Ref
+    stride: int
+
+    def columns(self, first: int) -> Rows:
+        """The same rows from column ``first`` on."""
+        return Rows(Ref(self.ref.buffer, self.ref.offset + first), self.stride)
+
+
+class Activations:
+    """Every intermediate result of a step, in one device buffer, for at most ``tokens`` rows in and
+    ``outputs`` rows out. A plan for a smaller batch uses the first rows.
+
+    ``partials`` is working space of attention and argmax, which never run at the same time.
+    """
+
+    def __init__(
+        self, runtime: Runtime, config: ModelConfig, *, tokens: int, outputs: int, max_context: int
+    ) -> None:
+        c, profile = config, runtime.profile
+        q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        buckets = [1 << i for i in range(10) if 1 << i <= tokens] or [1]
+        partials = max(
+            *(partial_words(profile, t, c.heads, c.head_dim, max_context) for t in buckets),
+            argmax_partial_words(profile, c.vocab_size, outputs),
+            1,
+        )
+        sizes = {
+            "residual": (tokens, c.hidden_size),  # x: the residual stream
+            "normed": (tokens, c.hidden_size),  # RMSNorm(x), input of the projections
+            "qkv": (tokens, q_dim + 2 * kv_dim),  # queries, keys, values side by side
+            "attended": (tokens, q_dim),  # attention's output, all heads
+            "gate_up": (tokens, 2 * c.intermediate_size),  # only where gate and up cannot be fused
+            "hidden": (tokens, c.intermediate_size),  # silu(gate) * up
+            "final": (outputs, c.hidden_size),  # RMSNorm(x) of the rows that want logits
+            "logits": (outputs, c.vocab_size),
+            "partials": (1, partials),
+        }
+        total, offsets = 0, {}
+        for name, (rows, width) in sizes.items():
+            offsets[name] = total
+            total += -(-rows * width // 64) * 64  # 256-byte aligned
+        self.buffer = runtime.allocate("activations", total, BufferKind.SCRATCH)
+        rows_of = {name: Rows(Ref(self.buffer, offsets[name]), width) for name, (_, width) in sizes.items()}
+        self.residual = rows_of["residual"]
+        self.normed = rows_of["normed"]
+        self.qkv = rows_of["qkv"]
+        self.attended = rows_of["attended"]
+        self.gate_up = rows_of["gate_up"]
+        self.hidden = rows_of["hidden"]
+        self.final = rows_of["final"]
+        self.logits = rows_of["logits"]
+        self.partials = rows_of["partials"].ref
+
+
+class Graph:
+    """Collects the steps of one plan. Shapes in the methods' comments are ``[rows, columns]``;
+    T is ``tokens``, R is ``outputs``."""
+
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        config: ModelConfig,
+        *,
+        tokens: int,
+        outputs: int,
+        activations: Activations,
+        state: Buffer,
+        cache: KVCache,
+        rope_table: Ref,
+    ) -> None:
+        self.profile, self.config = profile, config
+        self.tokens, self.outputs = tokens, outputs
+        self.act, self.state, self.cache, self.rope_table = activations, state, cache, rope_table
+        self.steps: list[Step] = []
+
+    def embed(self, table: Matrix, out: Rows) -> None:
+        """``out[t] = table[token_id[t]]``  [T, hidden]"""
+        self.steps += embed(
+            self.profile, table.fmt, table.parts, table.cols, self.state, out.ref, out.stride, self.tokens
+        )
+
+    def rms_norm(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
+        """``out = x / sqrt(mean(x²) + eps) * weight``  [T, dim]"""
+        self.steps += rmsnorm(
+            self.profile, x.ref, x.stride, weight, out.ref, out.stride, dim,
+            self.config.rms_norm_eps, self.tokens, self.state,
+        )  # fmt: skip
+
+    def rms_norm_outputs(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
+        """The same for the rows that want logits, gathered: ``out[i] = norm(x[output_row[i]])``  [R, dim]"""
+        self.steps += rmsnorm(
+            self.profile, x.ref, x.stride, weight, out.ref, out.stride, dim,
+            self.config.rms_norm_eps, self.outputs, self.state, gather=True,
+        )  # fmt: skip
+
+    def linear(
+        self, x: Rows, weights: Sequence[Matrix], out: Rows, epilogue: str = "store", label: str = "linear"
+    ) -> None:
+        """``out = x Wᵀ + b`` for matrices stacked by rows: each fills the next columns of ``out``.
+
+        ``epilogue``: "store", "add" (``out += …``, the residual connection) or "swiglu" (rows come
+        in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]``).  [T, out features]
+        """
+        for w in weights:
+            self.steps += linear(
+                self.profile, w.fmt, w.parts, w.cols, x.ref, x.stride, out.ref, out.stride, self.tokens,
+                self.state, w.bias, epilogue, "tokens", label,
+            )  # fmt: skip
+            out = out.columns(w.rows)
+
+    def swiglu_mlp_input(self, x: Rows, gate_up: Sequence[Matrix], out: Rows) -> None:
+        """``out = silu(x Wgᵀ) * (x Wuᵀ)``: one pass when gate and up are interleaved in one matrix,
+        two products and an elementwise kernel when their formats differ.  [T, intermediate]"""
+        if len(gate_up) == 1:
+            self.linear(x, gate_up, out, "swiglu", "gate_up")
+            return
+        pair, width = self.act.gate_up, self.config.intermediate_size
+        self.linear(x, gate_up, pair, label="gate, up")
+        up = pair.columns(width)
+        self.steps += swiglu(
+            self.profile, pair.ref, up.ref, out.ref, pair.stride, up.stride, out.stride, width, self.tokens, self.state
+        )
+
+    def rope(self, x: Rows, heads: int) -> None:
+        """Rotary position embedding (Su et al. 2021) of ``heads`` neighbouring vectors, in place."""
+        c = self.config
+        self.steps += rope(
+            self.profile, x.ref, x.stride, heads, c.head_dim, c.rotary_dim, self.rope_table, self.tokens, self.state
+        )
+
+    def append_kv(self, layer: int, k: Rows, v: Rows) -> None:
+        """Write each token's K and V to its slot of the paged cache."""
+        c, where = self.config, self.cache.layers[layer]
+        self.steps += copy_kv(
+            self.profile, self.cache.kv_dtype, k.ref, k.stride, v.ref, v.stride, where.buffer, where.k_offset,
+            where.v_offset, c.kv_heads, c.head_dim, self.tokens, self.state,
+        )  # fmt: skip
+
+    def attention(self, layer: int, q: Rows, out: Rows) -> None:
+        """``out = softmax(q Kᵀ / √d) V`` over each token's own sequence up to its position."""
+        c, where = self.config, self.cache.layers[layer]
+        self.steps += attention(
+            self.profile, self.cache.kv_dtype, q.ref, q.stride, out.ref, out.stride, where.buffer, where.k_offset,
+            where.v_offset, c.heads, c.kv_heads, c.head_dim, self.tokens, self.cache.capacity, self.state,
+            self.act.partials,
+        )  # fmt: skip
+
+    def head(self, weights: Matrix) -> None:
+        """``logits = final Wᵀ``  [R, vocabulary]"""
+        final, logits = self.act.final, self.act.logits
+        self.steps += linear(
+            self.profile, weights.fmt, weights.parts, weights.cols, final.ref, final.stride, logits.ref,
+            logits.stride, self.outputs, self.state, weights.bias, "store", "outputs", "head",
+        )  # fmt: skip
+
+    def argmax(self, result: Buffer) -> None:
+        """``result[i] = argmax(logits[i])``; a row with NaN gives 0xFFFFFFFF."""
+        logits = self.act.logits
+        self.steps += argmax(
+            self.profile, logits.ref, logits.stride, self.config.vocab_size, self.outputs, Ref(result, 0),
+            self.act.partials, self.state,
+        )  # fmt: skip
+
+    def plan(self, name: str) -> Plan:
+        return Plan(name, tuple(self.steps))

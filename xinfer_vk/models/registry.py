@@ -1,0 +1,30 @@
+"""Which file implements which architecture."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from xinfer_vk.errors import ModelError
+from xinfer_vk.models import llama, qwen2
+from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.models.decoder import DecoderWeights
+from xinfer_vk.models.graph import Graph
+from xinfer_vk.weights.device import WeightPlanner
+
+
+class Family(Protocol):
+    """What a family file offers."""
+
+    def load(self, planner: WeightPlanner, c: ModelConfig) -> DecoderWeights: ...
+
+    def forward(self, g: Graph, w: DecoderWeights) -> None: ...
+
+
+FAMILIES: dict[str, Family] = {"llama": llama, "qwen2": qwen2}
+
+
+def family(architecture: str) -> Family:
+    """The module for ``config.architecture``. Raises :class:`ModelError` for one that is not there."""
+    if architecture not in FAMILIES:
+        raise ModelError(f"architecture {architecture!r} is not supported: choose a model of {', '.join(FAMILIES)}")
+    return FAMILIES[architecture]
