@@ -1,0 +1,166 @@
+"""The model's logits are a reference's, on every device, and the cache does not change them.
+
+Tolerance 1e-4 absolute with f32 KV: logits here are up to about 15 and pass some 20 sums of up to
+100 terms, in another order than the reference's, each off by a few units of 2⁻²⁴ of its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xinfer_vk.cache import KVCache
+from xinfer_vk.engine.runner import Chunk, ModelRunner
+from xinfer_vk.models.registry import family
+from xinfer_vk.reference import NumpyRuntime
+from xinfer_vk.weights.device import WeightPlanner
+from xinfer_vk.weights.source import open_model
+
+MODELS = sorted(p.parent for p in (Path(__file__).parent / "fixtures" / "models").glob("*/reference.npz"))
+TOLERANCE = 1e-4
+CHUNKINGS = [1, 5, 32, None]  # prefill chunk sizes; None: the whole prompt
+
+
+class Loaded:
+    """A fixture model on a runtime, able to run several sequences."""
+
+    def __init__(self, runtime: Any, path: Path, kv_dtype: str = "f32", sequences: int = 3) -> None:
+        source = open_model(path)
+        planner = WeightPlanner(source, runtime.profile)
+        self.config = source.config
+        self.weights = family(self.config.architecture).load(planner, self.config)
+        planner.upload(runtime, None)
+        self.planner, self.runtime = planner, runtime
+        c = self.config
+        self.cache = KVCache(
+            runtime, layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, kv_dtype=kv_dtype,
+            capacity=3 * 96, sequences=sequences,
+        )  # fmt: skip
+        self.runner = ModelRunner(runtime, c, self.weights, self.cache, max_tokens=128)
+        self.runner.max_outputs = min(self.runner.max_outputs, 32)
+        source.close()
+
+    def logits(self, token_ids: Sequence[int], chunk: int | None) -> np.ndarray:
+        """Logits at every position of one sequence, fed ``chunk`` tokens at a time (32 at most at once)."""
+        sequence = self.cache.open()
+        step = min(chunk or 32, 32)
+        rows = [
+            self.runner.run([Chunk(sequence, token_ids[i : i + step])], "all", "logits")
+            for i in range(0, len(token_ids), step)
+        ]
+        self.cache.close(sequence)
+        return np.concatenate(rows)
+
+    def last_logits(self, token_ids: Sequence[int], chunk: int | None) -> np.ndarray:
+        """Logits after the last token, the prompt fed ``chunk`` tokens at a time."""
+        sequence = self.cache.open()
+        step = chunk or len(token_ids)
+        out = np.empty(0)
+        for i in range(0, len(token_ids), step):
+            out = self.runner.run([Chunk(sequence, token_ids[i : i + step])], "last", "logits")
+        self.cache.close(sequence)
+        return out[0]
+
+    def free(self) -> None:
+        self.runner.free()
+        self.cache.free()
+        self.planner.free()
+
+
+@pytest.fixture(params=MODELS, ids=lambda p: p.name)
+def reference(request: pytest.FixtureRequest) -> tuple[Path, np.ndarray, np.ndarray]:
+    data = np.load(request.param / "reference.npz")
+    return request.param, data["token_ids"], data["logits"]
+
+
+@pytest.fixture
+def loaded(runtime: Any, reference: tuple[Path, np.ndarray, np.ndarray]) -> Iterator[Loaded]:
+    model = Loaded(runtime, reference[0])
+    yield model
+    model.free()
+
+
+def worst(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.abs(got - want).max())
+
+
+def test_numpy_logits_equal_transformers(reference: tuple[Path, np.ndarray, np.ndarray]) -> None:
+    path, token_ids, want = reference
+    assert worst(Loaded(NumpyRuntime(), path).logits(token_ids, None), want) <= TOLERANCE
+
+
+def test_device_logits_equal_transformers(
+    loaded: Loaded, reference: tuple[Path, np.ndarray, np.ndarray], record_property: Any
+) -> None:
+    _, token_ids, want = reference
+    error = worst(loaded.logits(token_ids, None), want)
+    record_property("max_abs_error", error)
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", CHUNKINGS)
+def test_chunked_prefill_ends_in_the_same_logits(
+    loaded: Loaded, reference: tuple[Path, np.ndarray, np.ndarray], chunk: int | None
+) -> None:
+    _, token_ids, want = reference
+    assert worst(loaded.last_logits(token_ids, chunk), want[-1]) <= TOLERANCE
+
+
+def test_cached_logits_equal_recomputed_logits(
+    loaded: Loaded, reference: tuple[Path, np.ndarray, np.ndarray]
+) -> None:
+    """Every decode step over the cache against a fresh prefill of the whole history."""
+    _, token_ids, _ = reference
+    stepwise = loaded.logits(token_ids[:40], 1)
+    for n in (1, 2, 31, 32, 33, 40):
+        assert worst(stepwise[n - 1], loaded.last_logits(token_ids[:n], None)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_ragged_batch_gives_each_sequence_its_own_logits(
+    loaded: Loaded, reference: tuple[Path, np.ndarray, np.ndarray], count: int
+) -> None:
+    """Sequences of different lengths: prefilled together, decoded together, then one finishes and its
+    blocks are reused by a newcomer while the others go on."""
+    _, token_ids, want = reference
+    starts = [7, 33, 50][:count]
+    cache, runner = loaded.cache, loaded.runner
+    sequences = [cache.open() for _ in starts]
+    out = runner.run([Chunk(s, token_ids[:n]) for s, n in zip(sequences, starts)], "last", "logits")
+    for row, n in zip(out, starts):
+        assert worst(row, want[n - 1]) <= TOLERANCE
+    for step in range(5):
+        out = runner.run([Chunk(s, token_ids[n + step :][:1]) for s, n in zip(sequences, starts)], "last", "logits")
+        for row, n in zip(out, starts):
+            assert worst(row, want[n + step]) <= TOLERANCE
+    cache.close(sequences[0])
+    sequences[0] = cache.open()
+    mixed = [Chunk(sequences[0], token_ids[:40]), Chunk(sequences[1], token_ids[starts[1] + 5 :][:3])]
+    out = runner.run(mixed, "last", "logits")
+    assert worst(out[0], want[39]) <= TOLERANCE
+    assert worst(out[1], want[starts[1] + 7]) <= TOLERANCE
+    for sequence in sequences:
+        cache.close(sequence)
+    assert cache.allocator.free_blocks == cache.allocator.count
+
+
+def test_argmax_is_that_of_the_logits(loaded: Loaded, reference: tuple[Path, np.ndarray, np.ndarray]) -> None:
+    _, token_ids, want = reference
+    sequence = loaded.cache.open()
+    got = loaded.runner.run([Chunk(sequence, token_ids[:32])], "all", "argmax")
+    loaded.cache.close(sequence)
+    assert got.tolist() == want[:32].argmax(axis=1).tolist()
+
+
+def test_f16_cache_stays_near_the_f32_one(runtime: Any) -> None:
+    """f16 keeps 11 bits: K and V are off by up to 2⁻¹² of their size, and so, roughly, are the logits."""
+    path = MODELS[0]
+    data = np.load(path / "reference.npz")
+    model = Loaded(runtime, path, kv_dtype="f16")
+    error = worst(model.logits(data["token_ids"], None), data["logits"])
+    model.free()
+    assert 0 < error <= 15 * 2.0**-9
