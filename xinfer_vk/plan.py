@@ -181,6 +181,15 @@ class Runtime(Protocol):
     """
 
     profile: DeviceProfile
+    notices: tuple[str, ...]  # what the user should be told about the device, a line each
+
+    @property
+    def driver(self) -> str:
+        """Name and version of what runs the kernels."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Device memory in buffers now."""
 
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer: ...
 

@@ -29,8 +29,17 @@ class NumpyRuntime:
 
     def __init__(self, profile: DeviceProfile = NUMPY_PROFILE) -> None:
         self.profile = profile
+        self.notices: tuple[str, ...] = ()
         self._arrays: dict[Buffer, np.ndarray] = {}
         self._derived: dict[Buffer, dict[tuple[Any, ...], np.ndarray]] = {}
+
+    @property
+    def driver(self) -> str:
+        return f"NumPy {np.__version__}"
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
 
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
         buffer = Buffer(name, words, kind)

@@ -1,0 +1,111 @@
+"""The block allocator and the paged cache's book-keeping; what the device does with it is in test_logits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xinfer_vk.cache import BlockAllocator, CachedSequence, KVCache, kv_bytes_per_token
+from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.kernels.state import BLOCK_TOKENS
+from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
+
+
+def make_cache(capacity: int = 100, sequences: int = 2, kv_dtype: str = "f16", **changes: int) -> KVCache:
+    shape = {"layers": 3, "kv_heads": 2, "head_dim": 8, **changes}
+    return KVCache(NumpyRuntime(), kv_dtype=kv_dtype, capacity=capacity, sequences=sequences, **shape)
+
+
+def test_a_block_is_free_again_when_its_last_user_lets_go() -> None:
+    allocator = BlockAllocator(2)
+    block = allocator.allocate()
+    allocator.share(block)
+    allocator.release(block)
+    assert allocator.free_blocks == 1
+    allocator.release(block)
+    assert allocator.free_blocks == 2
+
+
+def test_no_block_is_handed_out_twice_and_a_full_cache_says_so() -> None:
+    allocator = BlockAllocator(5)
+    assert sorted(allocator.allocate() for _ in range(5)) == [0, 1, 2, 3, 4]
+    with pytest.raises(OutOfMemoryError, match="--context"):
+        allocator.allocate()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60)), max_size=40))
+def test_sequences_never_share_a_slot_and_blocks_are_never_lost(actions: list[tuple[int, int]]) -> None:
+    cache = make_cache(capacity=128, sequences=3)
+    open_: dict[int, CachedSequence] = {}
+    for who, tokens in actions:
+        if who not in open_:
+            open_[who] = cache.open()
+        sequence = open_[who]
+        if tokens == 0:
+            cache.close(open_.pop(who))
+        elif tokens > 50:
+            cache.truncate(sequence, sequence.length // 2)
+        else:
+            before = (list(sequence.blocks), cache.allocator.free_blocks)
+            try:
+                cache.reserve(sequence, tokens)
+                sequence.length += tokens
+            except OutOfMemoryError:
+                assert before == (sequence.blocks, cache.allocator.free_blocks)
+        slots = [s.slot(p) for s in open_.values() for p in range(s.length)]
+        assert len(slots) == len(set(slots))
+        held = sum(len(s.blocks) for s in open_.values())
+        assert held + cache.allocator.free_blocks == cache.allocator.count
+    assert len({s.row for s in open_.values()}) == len(open_)
+
+
+def test_a_sequence_takes_only_the_blocks_it_needs() -> None:
+    cache = make_cache()
+    sequence = cache.open()
+    cache.reserve(sequence, BLOCK_TOKENS)
+    assert len(sequence.blocks) == 1
+    sequence.length = BLOCK_TOKENS
+    cache.reserve(sequence, 1)
+    assert len(sequence.blocks) == 2
+
+
+@pytest.mark.parametrize(("kv_dtype", "size"), [("f32", 4), ("f16", 2)])
+def test_kv_bytes_are_two_layers_heads_dims_tokens_bytes(kv_dtype: str, size: int) -> None:
+    cache = make_cache(capacity=64, sequences=1, kv_dtype=kv_dtype)
+    assert cache.bytes == 2 * 3 * 64 * 2 * 8 * size
+    assert cache.bytes == 64 * kv_bytes_per_token(3, 2, 8, kv_dtype)
+
+
+def test_layers_are_spread_over_buffers_that_the_device_can_bind() -> None:
+    from dataclasses import replace
+
+    layer_bytes = 2 * 128 * 2 * 8 * 4
+    runtime = NumpyRuntime(replace(NUMPY_PROFILE, max_storage_range_bytes=2 * layer_bytes + 8))
+    cache = KVCache(runtime, layers=5, kv_heads=2, head_dim=8, kv_dtype="f32", capacity=128)
+    assert len({layer.buffer for layer in cache.layers}) == 3
+    for layer in cache.layers:
+        assert layer.v_offset + layer_bytes // 8 <= layer.buffer.words
+        assert layer.buffer.words * 4 <= runtime.profile.max_storage_range_bytes
+
+
+def test_a_context_whose_layer_cannot_be_bound_names_one_that_can() -> None:
+    from dataclasses import replace
+
+    runtime = NumpyRuntime(replace(NUMPY_PROFILE, max_storage_range_bytes=2 * 64 * 2 * 8 * 4))
+    with pytest.raises(OutOfMemoryError, match="--context 64 or less, or --kv-dtype f16"):
+        KVCache(runtime, layers=1, kv_heads=2, head_dim=8, kv_dtype="f32", capacity=65)
+
+
+@pytest.mark.parametrize(("kv_dtype", "head_dim", "message"), [("q3", 8, "q3"), ("f16", 7, "head dim 7 is odd")])
+def test_what_cannot_be_stored_is_refused_by_name(kv_dtype: str, head_dim: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_cache(kv_dtype=kv_dtype, head_dim=head_dim)
+
+
+def test_more_sequences_than_rows_are_refused() -> None:
+    cache = make_cache(sequences=1)
+    cache.open()
+    with pytest.raises(OutOfMemoryError, match="1 sequences"):
+        cache.open()

@@ -1,0 +1,5 @@
+"""``python -m xinfer_vk``"""
+
+from xinfer_vk.cli.main import main
+
+main()

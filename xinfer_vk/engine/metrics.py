@@ -1,0 +1,77 @@
+"""What a generation cost: counts and times, and the line that sums them up.
+
+TTFT is the time from the call to the first token, prompt encoding and prefill included, loading not.
+Decode counts the steps after prefill: the first generated token comes out of the prefill itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Metrics:
+    """Times in seconds; the device is synchronised at every token."""
+
+    load_s: float = 0.0
+    prompt_tokens: int = 0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+    dispatches_per_token: int = 0
+    bytes_read_per_token: float = 0.0
+    kv_bytes: int = 0
+    weight_bytes: int = 0
+    peak_host_bytes: int = 0
+    device_bytes: int = 0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second (PP)."""
+        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Generated tokens per second after the first (TG)."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    def timing_line(self) -> str:
+        """``prefill: 26 tok in 69 ms (378 tok/s) | decode: 7 tok in 0.23 s (30.5 tok/s)``"""
+        return (
+            f"prefill: {self.prompt_tokens} tok in {format_seconds(self.prefill_s)} ({format_rate(self.prefill_rate)} tok/s)"
+            f" | decode: {self.decode_tokens} tok in {format_seconds(self.decode_s)} ({format_rate(self.decode_rate)} tok/s)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "prefill_tok_per_s": self.prefill_rate, "decode_tok_per_s": self.decode_rate}
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits or so: ``69 ms`` below 0.1 s, ``0.23 s`` above."""
+    return f"{seconds * 1e3:.0f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
+
+
+def format_rate(rate: float) -> str:
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def format_bytes(count: float) -> str:
+    """``47.2 MB`` (powers of ten, as file sizes are given)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def peak_host_bytes() -> int:
+    """The most memory this process has had resident so far; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
