@@ -1,0 +1,175 @@
+"""Opens a model, whatever it is stored in, and shows it under one set of names: Hugging Face's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xinfer_vk.errors import ModelError
+from xinfer_vk.fields import parse_json, quoted
+from xinfer_vk.models.config import ModelConfig, config_from_gguf, config_from_hf
+from xinfer_vk.models.rope_scaling import with_factors
+from xinfer_vk.weights.formats import as_f32
+from xinfer_vk.weights.gguf_file import GGUFFile, read_gguf
+from xinfer_vk.weights.mapped import read_small_file
+from xinfer_vk.weights.safetensors_file import (
+    INDEX_NAME,
+    close_all,
+    read_safetensors,
+    read_sharded_safetensors,
+)
+from xinfer_vk.weights.tensors import TensorInfo
+
+__all__ = ["ModelSource", "TensorInfo", "open_model"]
+
+MAX_CONFIG_BYTES = 16 << 20
+SINGLE_NAME = "model.safetensors"
+
+# Buffers that checkpoints of these families carry and that the config already determines.
+KNOWN_EXTRA = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.position_ids)$")
+
+GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GGUF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass
+class ModelSource:
+    """An open model. Close it once the weights are on the device; views of tensors stay valid.
+
+    ``tensors``: by Hugging Face name. ``metadata``: the parsed ``config.json``, or the GGUF file's
+    keys. ``generation_config``: empty where there is none. ``file_bytes``: of all weight files.
+    """
+
+    name: str
+    path: Path  # a directory ("hf") or a file ("gguf")
+    kind: str  # "hf" or "gguf"
+    tensors: dict[str, TensorInfo]
+    config: ModelConfig
+    metadata: dict[str, Any]
+    file_bytes: int
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    def close(self) -> None:
+        close_all(self.tensors)
+
+    def __enter__(self) -> ModelSource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_model(path: Path, name: str | None = None) -> ModelSource:
+    """Open a directory in Hugging Face layout, a ``.gguf`` file, or a directory with one ``.gguf`` file.
+
+    ``name`` is what to call it, by default the file's or the directory's. Raises
+    :class:`ModelError`, one line, for anything missing, damaged or not supported.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or directory: give a model directory or a .gguf file")
+    if not path.is_dir():
+        return _open_gguf(path, name or path.stem)
+    if (path / "config.json").exists():
+        return _open_hf(path, name or path.resolve().name)
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return _open_gguf(ggufs[0], name or ggufs[0].stem)
+    if ggufs:
+        raise ModelError(f"{path}: has {len(ggufs)} .gguf files, name one of them, for example {ggufs[0].name}")
+    raise ModelError(f"{path}: has neither a config.json nor a .gguf file, so it is not a model directory")
+
+
+def _open_hf(path: Path, name: str) -> ModelSource:
+    metadata = _json_file(path / "config.json")
+    generation_path = path / "generation_config.json"
+    generation = _json_file(generation_path) if generation_path.exists() else {}
+    config = config_from_hf(metadata, generation, str(path / "config.json"))
+    tensors = _hf_tensors(path)
+    files = {id(t.file): t.file.size for t in tensors.values() if t.file is not None}
+    return ModelSource(name, path, "hf", tensors, config, metadata, sum(files.values()), generation)
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    return parse_json(read_small_file(path, MAX_CONFIG_BYTES), str(path))
+
+
+def _hf_tensors(path: Path) -> dict[str, TensorInfo]:
+    if (path / SINGLE_NAME).exists():
+        return read_safetensors(path / SINGLE_NAME, _is_known_extra)
+    if (path / INDEX_NAME).exists():
+        return read_sharded_safetensors(path / INDEX_NAME, _is_known_extra)
+    found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    hint = f", only {quoted(found[0])}: convert it with transformers' save_pretrained" if found else ""
+    raise ModelError(f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
+
+
+def _is_known_extra(name: str) -> bool:
+    return KNOWN_EXTRA.search(name) is not None
+
+
+def _open_gguf(path: Path, name: str) -> ModelSource:
+    gguf = read_gguf(path)
+    try:
+        return _gguf_source(path, name, gguf)
+    except BaseException:
+        close_all(gguf.tensors)
+        gguf.file.close()
+        raise
+
+
+def _gguf_source(path: Path, name: str, gguf: GGUFFile) -> ModelSource:
+    where = str(path)
+    if gguf.metadata.get("split.count", 1) not in (0, 1):
+        raise ModelError(f"{where}: is one of {quoted(gguf.metadata['split.count'])} parts, merge them to one file "
+                         "with llama.cpp's `llama-gguf-split --merge`")  # fmt: skip
+    config = config_from_gguf(gguf.metadata, gguf.tensors, where)
+    factors = gguf.tensors.pop(ROPE_FACTORS, None)
+    if factors is not None:
+        config = replace(config, rope_scaling=with_factors(config.rope_scaling, _rope_factors(factors, config), where))
+    heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if config.architecture == "llama" else {}
+    tensors = {}
+    for file_name, tensor in gguf.tensors.items():
+        hf_name, kind = _hf_name(file_name, where)
+        tensors[hf_name] = replace(tensor, name=hf_name, permuted_heads=heads.get(kind, 0))
+    return ModelSource(name, path, "gguf", tensors, config, gguf.metadata, gguf.file.size)
+
+
+def _rope_factors(tensor: TensorInfo, config: ModelConfig) -> np.ndarray:
+    if tensor.shape != (config.rotary_dim // 2,) or tensor.fmt not in ("f32", "f16", "bf16"):
+        raise ModelError(
+            f"{tensor.where}: {ROPE_FACTORS} is {tensor.fmt} of shape {list(tensor.shape)}, "
+            f"floats of shape [{config.rotary_dim // 2}] were expected"
+        )
+    return as_f32(tensor.fmt, tensor.data)
+
+
+def _hf_name(name: str, where: str) -> tuple[str, str]:
+    """(Hugging Face's name, the kind of tensor) for a name of the GGUF specification."""
+    base, _, suffix = name.rpartition(".")
+    if base in GGUF_NAMES and suffix in ("weight", "bias"):
+        return f"{GGUF_NAMES[base]}.{suffix}", base
+    match = GGUF_LAYER.fullmatch(name)
+    if match is None or match[2] not in GGUF_LAYER_NAMES:
+        raise ModelError(f"{where}: the tensor {quoted(name)} has no place in a Llama or Qwen2 model")
+    return f"model.layers.{match[1]}.{GGUF_LAYER_NAMES[match[2]]}.{match[3]}", match[2]

@@ -1,0 +1,77 @@
+"""A tensor as a model file holds it, and the checks every file format shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from xinfer_vk.errors import ModelError
+from xinfer_vk.fields import quoted
+from xinfer_vk.weights.formats import FORMATS
+from xinfer_vk.weights.mapped import MappedFile
+
+MAX_DIM = 2**31 - 1  # a dimension above is damage: no kernel could index it
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInfo:
+    """One tensor. Nothing is read until ``data`` is.
+
+    ``shape`` is ``(rows, columns)`` or ``(n,)``, as Hugging Face has it; ``data`` is ``uint8 [bytes]``,
+    a view of the mapped file. ``permuted_heads``: the rows are that many heads, each reordered for
+    interleaved RoPE as llama.cpp's converter does to the queries and keys of Llama models; 0: in the
+    usual (rotate-half) order.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    fmt: str
+    data: np.ndarray = field(repr=False)
+    permuted_heads: int = 0
+    file: MappedFile | None = field(default=None, repr=False)
+    start: int = 0  # of data in the file, bytes
+
+    @property
+    def permuted(self) -> bool:
+        return self.permuted_heads > 0
+
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        return str(self.file.path) if self.file else "the model"
+
+    @property
+    def row_bytes(self) -> int:
+        return FORMATS[self.fmt].row_bytes(self.shape[-1])
+
+    def rows(self) -> np.ndarray:
+        """``data`` as ``uint8 [rows, row_bytes]``."""
+        return self.data.reshape(-1, self.row_bytes)
+
+    def prefetch(self) -> None:
+        if self.file is not None:
+            self.file.prefetch(self.start, self.start + self.data.size)
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """Give back the pages of ``data[start:stop]``."""
+        if self.file is not None:
+            stop = self.data.size if stop is None else stop
+            self.file.release(self.start + start, self.start + stop)
+
+
+def element_count(shape: Sequence[int]) -> int:
+    """The product of the dimensions (Python's integers do not overflow)."""
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count
+
+
+def refuse_overlaps(spans: list[tuple[int, int, str]], where: str) -> None:
+    """Each span is (first byte, byte after the last, tensor name); raises for two that share a byte."""
+    spans = sorted(span for span in spans if span[1] > span[0])
+    for (_, stop, name), (start, _, other) in zip(spans, spans[1:]):
+        if start < stop:
+            raise ModelError(f"{where}: the tensors {quoted(name)} and {quoted(other)} overlap")
