@@ -91,13 +91,22 @@ def open_model(path: Path, name: str | None = None) -> ModelSource:
     if not path.is_dir():
         return _open_gguf(path, name or path.stem)
     if (path / "config.json").exists():
-        return _open_hf(path, name or path.resolve().name)
+        return _open_hf(path, name or _directory_name(path))
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0], name or ggufs[0].stem)
     if ggufs:
         raise ModelError(f"{path}: has {len(ggufs)} .gguf files, name one of them, for example {ggufs[0].name}")
     raise ModelError(f"{path}: has neither a config.json nor a .gguf file, so it is not a model directory")
+
+
+def _directory_name(path: Path) -> str:
+    """What to call a model directory; in the hub's cache that is ``owner/name``, not a revision."""
+    path = path.absolute()
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return path.name
 
 
 def _open_hf(path: Path, name: str) -> ModelSource:
