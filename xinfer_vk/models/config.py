@@ -189,13 +189,17 @@ def config_from_gguf(
     )
     rotary = f.integer(f"{arch}.rope.dimension_count", head_dim, low=1, high=MAX_WIDTH)
     if rotary != head_dim:
-        raise f.wrong(f"{arch}.rope.dimension_count", f"only the whole head dimension {head_dim} is supported")
+        raise f.wrong(
+            f"{arch}.rope.dimension_count", f"only the whole head dimension {head_dim} is supported"
+        )
 
     tokens = metadata.get("tokenizer.ggml.tokens")
     counted = len(tokens) if isinstance(tokens, (list, tuple)) and tokens else None
     vocab_key = f"{arch}.vocab_size"
     if counted is None and vocab_key not in f:
-        raise ModelError(f"{where}: neither {vocab_key} nor tokenizer.ggml.tokens says how large the vocabulary is")
+        raise ModelError(
+            f"{where}: neither {vocab_key} nor tokenizer.ggml.tokens says how large the vocabulary is"
+        )
     vocab_size = f.integer(vocab_key, counted, low=1, high=MAX_VOCABULARY)
     eos: tuple[int, ...] = ()
     for kind in ("eos", "eot", "eom"):
@@ -255,7 +259,9 @@ def _heads(
     heads = f.integer(heads_key, default_heads, low=1, high=MAX_WIDTH)
     kv_heads = f.integer(kv_key, default_kv_heads or heads, low=1, high=MAX_WIDTH)
     if heads % kv_heads:
-        raise ModelError(f"{f.where}: {heads_key} is {heads}, not a multiple of {kv_key}, which is {kv_heads}")
+        raise ModelError(
+            f"{f.where}: {heads_key} is {heads}, not a multiple of {kv_key}, which is {kv_heads}"
+        )
     dims = {key: f.integer(key, None, low=1, high=MAX_WIDTH) for key in dim_keys}
     given = {key: dim for key, dim in dims.items() if dim is not None}
     if not given and hidden % heads:
@@ -288,6 +294,6 @@ def _refuse_sliding_window(f: Fields, layers: int, max_position: int, qwen2: boo
         windowed = not qwen2 or f.integer("max_window_layers", 28) < layers
     if windowed:
         raise ModelError(
-            f"{f.where}: sliding_window is {window} of {max_position} positions, attention over a window is not "
-            "supported (a model with full attention is)"
+            f"{f.where}: sliding_window is {window} of {max_position} positions, and only full attention is "
+            "supported"
         )

@@ -106,7 +106,9 @@ class WeightPlanner:
         self._limit_words = limit // WORD_BYTES // ALIGN_WORDS * ALIGN_WORDS
         self._params = Arena("norms and biases")
         self._arenas: list[Arena] = []
-        self._vectors: list[tuple[int, int, tuple[TensorInfo, ...], bool]] = []  # offset, n, tensors, interleaved
+        self._vectors: list[
+            tuple[int, int, tuple[TensorInfo, ...], bool]
+        ] = []  # offset, n, tensors, interleaved
         self._matrices: list[Matrix] = []
         self._used: set[str] = set()
 
@@ -176,12 +178,13 @@ class WeightPlanner:
             raise ModelError(f"{self.source.path}: the tensor {quoted(name)} is missing")
         if tensor.shape != shape:
             raise ModelError(
-                f"{tensor.where}: the tensor {quoted(name)} has shape {list(tensor.shape)}, the config makes it "
+                f"{tensor.where}: the tensor {quoted(name)} has shape {list(tensor.shape)}, the config says "
                 f"{list(shape)}"
             )
         if len(shape) == 1 and tensor.fmt not in FLOAT_FORMATS:
             raise ModelError(
-                f"{tensor.where}: the vector {quoted(name)} is {tensor.fmt}, supported: {', '.join(FLOAT_FORMATS)}"
+                f"{tensor.where}: the vector {quoted(name)} is {tensor.fmt}, supported: "
+                f"{', '.join(FLOAT_FORMATS)}"
             )
         self._used.add(name)
         return tensor
@@ -190,7 +193,10 @@ class WeightPlanner:
         unused = sorted(set(self.source.tensors) - self._used)
         if unused == ["lm_head.weight"] and self.source.config.tie_word_embeddings:
             # Some checkpoints store the tied head too. What it says must be what we use.
-            head, embedding = self.source.tensors["lm_head.weight"], self.source.tensors["model.embed_tokens.weight"]
+            head, embedding = (
+                self.source.tensors["lm_head.weight"],
+                self.source.tensors["model.embed_tokens.weight"],
+            )
             if not _same_bytes(head, embedding):
                 raise ModelError(
                     f"{self.source.path}: tie_word_embeddings is true, but lm_head.weight differs from the "
@@ -215,9 +221,10 @@ class WeightPlanner:
         group_words = ROWS * row_words(matrix.fmt, matrix.cols)
         per_arena = self._limit_words // group_words
         if per_arena == 0:
+            first_name = matrix.tensors[0].name
             raise ModelError(
-                f"{matrix.tensors[0].where}: {quoted(matrix.tensors[0].name)}: eight rows take "
-                f"{group_words * WORD_BYTES} bytes, the device's buffers hold {self._limit_words * WORD_BYTES}"
+                f"{self.source.path}: eight rows of {quoted(first_name)} take {group_words * WORD_BYTES} "
+                f"bytes, a buffer of this device holds {self._limit_words * WORD_BYTES}"
             )
         groups = ceil_div(matrix.rows, ROWS)
         count = ceil_div(groups, per_arena)
@@ -234,7 +241,9 @@ class WeightPlanner:
     def _write_all(self, runtime: Runtime) -> Iterator[int]:
         """Write everything; yields the words of each piece after it is written."""
         for offset, n, tensors, interleaved in self._vectors:
-            runtime.write(self._params.uploaded(), offset, _vector_values(tensors, interleaved).view(np.uint32))
+            runtime.write(
+                self._params.uploaded(), offset, _vector_values(tensors, interleaved).view(np.uint32)
+            )
             yield n
         for matrix in self._matrices:
             for tensor in matrix.tensors:
@@ -246,7 +255,9 @@ class WeightPlanner:
                     count = min(piece, span.rows - row)
                     rows = gather_rows(matrix.tensors, matrix.interleaved, span.first_row + row, count)
                     packed = pack_x8(matrix.fmt, rows, matrix.cols)
-                    runtime.write(span.arena.uploaded(), span.offset + row * words_per_row, packed.reshape(-1))
+                    runtime.write(
+                        span.arena.uploaded(), span.offset + row * words_per_row, packed.reshape(-1)
+                    )
                     release_rows(matrix.tensors, matrix.interleaved, span.first_row + row, count)
                     yield packed.size
             for tensor in matrix.tensors:
@@ -319,7 +330,9 @@ def _vector_values(tensors: Sequence[TensorInfo], interleaved: bool) -> np.ndarr
     for tensor in tensors:
         v = as_f32(tensor.fmt, tensor.data)
         values.append(v[_permuted_index(tensor, 0, v.size)] if tensor.permuted else v)
-    return np.ascontiguousarray(np.stack(values, axis=1).reshape(-1) if interleaved else np.concatenate(values))
+    return np.ascontiguousarray(
+        np.stack(values, axis=1).reshape(-1) if interleaved else np.concatenate(values)
+    )
 
 
 def _same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
@@ -329,5 +342,6 @@ def _same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
         stop = start + PIECE_BYTES
         if not np.array_equal(a.data[start:stop], b.data[start:stop]):
             return False
-        a.release(start, stop), b.release(start, stop)
+        a.release(start, stop)
+        b.release(start, stop)
     return True

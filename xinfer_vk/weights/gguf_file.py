@@ -8,6 +8,7 @@ data. A string is its length in 8 bytes and its UTF-8 bytes.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 1 << 16
 MAX_ARRAY = 1 << 24
 MAX_DIMS = 4
+MAX_PARTS = 1000
+
+PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 
 # Value types of the metadata: struct codes of the numbers, by type id.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
@@ -43,18 +47,59 @@ SUPPORTED_TYPES = ", ".join(GGML_TYPE_NAMES[i] for i in BY_GGML_TYPE)
 
 @dataclass
 class GGUFFile:
-    """What one file holds. ``metadata`` values are numbers, bools, strings, and lists of one of them;
-    ``tensors`` are under their names in the file, with ``shape`` reversed to (rows, columns)."""
+    """What a file, or a set of files, holds. ``metadata`` values are numbers, bools, strings, and
+    lists of one of them; ``tensors`` are under their names in the file, with ``shape`` reversed to
+    (rows, columns)."""
 
-    file: MappedFile
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    bytes: int
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the tables of a file; raises :class:`ModelError` for any damage and for what is not
-    supported (version 1, big endian, tensor types), naming the key or the tensor."""
+    """Read the tables of a model that is one file, or several (``…-00001-of-00003.gguf``, any of
+    which may be named).
+
+    Raises :class:`ModelError` for any damage and for what is not supported (version 1, big endian,
+    tensor types), naming the key or the tensor.
+    """
+    part = PART_NAME.fullmatch(path.name)
+    if part is not None and int(part["number"]) != 1:
+        path = path.with_name(f"{part['stem']}-{1:05d}-of-{part['count']}.gguf")
+    whole = _read_file(path)
+    count = whole.metadata.get("split.count", 1)
+    if type(count) is not int or not 0 <= count <= MAX_PARTS:
+        raise ModelError(f"{path}: split.count is {quoted(count)}, at most {MAX_PARTS} parts are supported")
+    if count <= 1:
+        return whole
+    if part is None or int(part["count"]) != count or whole.metadata.get("split.no") != 0:
+        raise ModelError(
+            f"{path}: is one of {count} parts, and is not named …-00001-of-{count:05d}.gguf as it should"
+        )
+    for i in range(1, count):
+        other_path = path.with_name(f"{part['stem']}-{i + 1:05d}-of-{part['count']}.gguf")
+        if not other_path.exists():
+            raise ModelError(f"{other_path}: is missing, and the model consists of {count} such parts")
+        other = _read_file(other_path)
+        if other.metadata.get("split.no") != i or other.metadata.get("split.count") != count:
+            raise ModelError(
+                f"{other_path}: does not say that it is part {i + 1} of {count}: parts of two models?"
+            )
+        for name, tensor in other.tensors.items():
+            if name in whole.tensors:
+                raise ModelError(f"{other_path}: the tensor {quoted(name)} is in another part, too")
+            whole.tensors[name] = tensor
+        whole.bytes += other.bytes
+    total = whole.metadata.get("split.tensors.count", len(whole.tensors))
+    if total != len(whole.tensors):
+        raise ModelError(
+            f"{path}: the parts have {len(whole.tensors)} tensors, {quoted(total)} were expected"
+        )
+    return whole
+
+
+def _read_file(path: Path) -> GGUFFile:
     file = MappedFile(path)
     try:
         return _read(file)
@@ -118,7 +163,9 @@ class _Cursor:
                 out.append(data[at:end].decode("utf-8"))
                 at = end
         except struct.error:
-            raise self.error(f"is truncated or damaged: {what}, string {len(out)}, goes past the end") from None
+            raise self.error(
+                f"is truncated or damaged: {what}, string {len(out)}, goes past the end"
+            ) from None
         except UnicodeDecodeError:
             raise self.error(f"{what}, string {len(out)}, is not UTF-8 text") from None
         self.at = at
@@ -162,20 +209,23 @@ def _read(file: MappedFile) -> GGUFFile:
             raise c.error(f"tensor {quoted(name)} has type {kind}, supported: {SUPPORTED_TYPES}")
         fmt = BY_GGML_TYPE[type_id]
         if shape[-1] % fmt.block:
-            raise c.error(f"tensor {quoted(name)}: {shape[-1]} columns are not whole {fmt.name} blocks of {fmt.block}")
+            raise c.error(
+                f"tensor {quoted(name)}: {shape[-1]} columns are not whole {fmt.name} blocks of {fmt.block}"
+            )
         if offset % alignment:
             raise c.error(f"tensor {quoted(name)}: its offset {offset} is not a multiple of {alignment}")
         size = element_count(shape[:-1]) * fmt.row_bytes(shape[-1])
         start = data_start + offset
         if start + size > file.size:
             raise c.error(
-                f"is truncated or damaged: tensor {quoted(name)} ends at byte {start + size}, the file at {file.size}"
+                f"is truncated or damaged: tensor {quoted(name)} ends at byte {start + size}, "
+                f"the file at {file.size}"
             )
         spans.append((start, start + size, name))
         data = file.bytes[start : start + size]
         tensors[name] = TensorInfo(name, shape, fmt.name, data, file=file, start=start)
     refuse_overlaps(spans, c.where)
-    return GGUFFile(file, version, metadata, tensors)
+    return GGUFFile(version, metadata, tensors, file.size)
 
 
 def _value(c: _Cursor, kind: int, key: str) -> Any:

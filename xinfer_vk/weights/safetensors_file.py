@@ -43,15 +43,21 @@ def read_safetensors(path: Path, ignore: Callable[[str], bool] = lambda name: Fa
         raise
 
 
-def read_sharded_safetensors(index: Path, ignore: Callable[[str], bool] = lambda name: False) -> dict[str, TensorInfo]:
+def read_sharded_safetensors(
+    index: Path, ignore: Callable[[str], bool] = lambda name: False
+) -> dict[str, TensorInfo]:
     """The tensors of all shards that an index file (``model.safetensors.index.json``) lists."""
     weight_map = parse_json(read_small_file(index, MAX_INDEX_BYTES), str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index}: weight_map is {quoted(weight_map)}, a mapping of tensors to files was expected")
+        raise ModelError(
+            f"{index}: weight_map is {quoted(weight_map)}, a mapping of tensors to files was expected"
+        )
     for name, shard in weight_map.items():
         plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
         if not plain:
-            raise ModelError(f"{index}: the file of {quoted(name)} is {quoted(shard)}, a plain file name was expected")
+            raise ModelError(
+                f"{index}: the file of {quoted(name)} is {quoted(shard)}, a plain file name was expected"
+            )
     tensors: dict[str, TensorInfo] = {}
     home: dict[str, str] = {}
     try:
@@ -65,7 +71,9 @@ def read_sharded_safetensors(index: Path, ignore: Callable[[str], bool] = lambda
                 tensors[name], home[name] = tensor, shard
         for name, shard in weight_map.items():
             if home.get(name, shard if ignore(name) else None) != shard:
-                raise ModelError(f"{index}: the tensor {quoted(name)} is not in {quoted(shard)}, where the index has it")
+                raise ModelError(
+                    f"{index}: the tensor {quoted(name)} is not in {quoted(shard)}, where the index has it"
+                )
     except BaseException:
         close_all(tensors)
         raise
@@ -126,7 +134,9 @@ def _entry(entry: Any, where: str) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, begin, end) of a header entry, consistent with each other."""
     if not isinstance(entry, dict):
         raise ModelError(f"{where}: its header entry is {quoted(entry)}, an object was expected")
-    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ModelError(f"{where}: dtype is {quoted(dtype)}, supported: {', '.join(BY_SAFETENSORS)}")
     if not _naturals(shape) or len(shape) > MAX_DIMS or any(dim > MAX_DIM for dim in shape):

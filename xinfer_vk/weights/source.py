@@ -14,7 +14,7 @@ from xinfer_vk.fields import parse_json, quoted
 from xinfer_vk.models.config import ModelConfig, config_from_gguf, config_from_hf
 from xinfer_vk.models.rope_scaling import with_factors
 from xinfer_vk.weights.formats import as_f32
-from xinfer_vk.weights.gguf_file import GGUFFile, read_gguf
+from xinfer_vk.weights.gguf_file import PART_NAME, GGUFFile, read_gguf
 from xinfer_vk.weights.mapped import read_small_file
 from xinfer_vk.weights.safetensors_file import (
     INDEX_NAME,
@@ -92,12 +92,20 @@ def open_model(path: Path, name: str | None = None) -> ModelSource:
         return _open_gguf(path, name or path.stem)
     if (path / "config.json").exists():
         return _open_hf(path, name or _directory_name(path))
-    ggufs = sorted(path.glob("*.gguf"))
+    ggufs = [p for p in sorted(path.glob("*.gguf")) if _part_number(p) == 1]
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0], name or ggufs[0].stem)
     if ggufs:
-        raise ModelError(f"{path}: has {len(ggufs)} .gguf files, name one of them, for example {ggufs[0].name}")
+        raise ModelError(
+            f"{path}: has several .gguf models, name one of them, for example {quoted(ggufs[0].name)}"
+        )
     raise ModelError(f"{path}: has neither a config.json nor a .gguf file, so it is not a model directory")
+
+
+def _part_number(path: Path) -> int:
+    """1 for a GGUF model of one file, else which of its parts this is."""
+    part = PART_NAME.fullmatch(path.name)
+    return 1 if part is None else int(part["number"])
 
 
 def _directory_name(path: Path) -> str:
@@ -143,25 +151,23 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
         return _gguf_source(path, name, gguf)
     except BaseException:
         close_all(gguf.tensors)
-        gguf.file.close()
         raise
 
 
 def _gguf_source(path: Path, name: str, gguf: GGUFFile) -> ModelSource:
     where = str(path)
-    if gguf.metadata.get("split.count", 1) not in (0, 1):
-        raise ModelError(f"{where}: is one of {quoted(gguf.metadata['split.count'])} parts, merge them to one file "
-                         "with llama.cpp's `llama-gguf-split --merge`")  # fmt: skip
     config = config_from_gguf(gguf.metadata, gguf.tensors, where)
     factors = gguf.tensors.pop(ROPE_FACTORS, None)
     if factors is not None:
-        config = replace(config, rope_scaling=with_factors(config.rope_scaling, _rope_factors(factors, config), where))
+        config = replace(
+            config, rope_scaling=with_factors(config.rope_scaling, _rope_factors(factors, config), where)
+        )
     heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if config.architecture == "llama" else {}
     tensors = {}
     for file_name, tensor in gguf.tensors.items():
         hf_name, kind = _hf_name(file_name, where)
         tensors[hf_name] = replace(tensor, name=hf_name, permuted_heads=heads.get(kind, 0))
-    return ModelSource(name, path, "gguf", tensors, config, gguf.metadata, gguf.file.size)
+    return ModelSource(name, path, "gguf", tensors, config, gguf.metadata, gguf.bytes)
 
 
 def _rope_factors(tensor: TensorInfo, config: ModelConfig) -> np.ndarray:

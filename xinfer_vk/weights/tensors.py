@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -72,6 +73,6 @@ def element_count(shape: Sequence[int]) -> int:
 def refuse_overlaps(spans: list[tuple[int, int, str]], where: str) -> None:
     """Each span is (first byte, byte after the last, tensor name); raises for two that share a byte."""
     spans = sorted(span for span in spans if span[1] > span[0])
-    for (_, stop, name), (start, _, other) in zip(spans, spans[1:]):
+    for (_, stop, name), (start, _, other) in pairwise(spans):
         if start < stop:
             raise ModelError(f"{where}: the tensors {quoted(name)} and {quoted(other)} overlap")
