@@ -9,6 +9,8 @@ A built module is kept in the user's cache directory, so that a second environme
 
 Environment: ``XINFER_VK_KOMPUTE`` names a built ``kp*.so``, a ``kp`` wheel, or Kompute's source archive
 to use instead of the package index; ``XINFER_VK_CACHE`` moves the cache.
+
+    python -m build_support.kompute        in place
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from build_support import BuildError, find_compiler, jobs, lacking, missing, replacing
+from build_support import ROOT, BuildError, find_compiler, jobs, lacking, missing, replacing
 
 VERSION = "0.9.0"
 ARCHIVE = f"kp-{VERSION}.tar.gz"
 SHA256 = "98e583dc6e9731ff6d7a3e3317817e4d93f7b2945929619e29a56325db279949"
 PYBIND11 = "2.13.6"  # the version this was proven with
+FOLDER = ROOT / "xinfer_vk" / "vulkan" / "_kompute"
 WHAT = f"Building Kompute {VERSION}"
 
 FLAGS = (
@@ -108,6 +111,8 @@ def _prebuilt(path: Path, work: Path) -> Path:
                     (folder / "LICENSE.kompute").write_bytes(wheel.read(name))
     elif path.name == module.name:
         shutil.copyfile(path, module)
+        for licence in path.parent.glob("LICENSE.*"):
+            shutil.copyfile(licence, folder / licence.name)
     else:
         raise BuildError(f"XINFER_VK_KOMPUTE={path}: a wheel, {ARCHIVE} or {module.name} is wanted")
     problem = _import_problem(module)
@@ -139,9 +144,11 @@ def _built(archive: Path | None, work: Path) -> Path:
 
 def cache_folder() -> Path | None:
     """Where built modules and Kompute's source are kept; None where there is no home directory."""
-    chosen = os.environ.get("XINFER_VK_CACHE")
+    chosen, base = os.environ.get("XINFER_VK_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if chosen:
+        return Path(chosen).expanduser().absolute() / "kompute"
     try:
-        return (Path(chosen) if chosen else Path.home() / ".cache" / "xinfer-vk") / "kompute"
+        return (Path(base) if base else Path.home() / ".cache") / "xinfer-vk" / "kompute"
     except RuntimeError:
         return None
 
@@ -259,3 +266,16 @@ def _copy_pybind11_licence(folder: Path) -> None:
         for file in importlib.metadata.files("pybind11") or ():
             if file.name == "LICENSE":
                 shutil.copyfile(str(file.locate()), folder / "LICENSE.pybind11")
+
+
+def main() -> int:
+    try:
+        print(build_kompute(FOLDER))
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
