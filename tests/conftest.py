@@ -1,4 +1,4 @@
-"""Fixtures every test shares: the Vulkan devices, the NumPy reference, and the check of one against the other.
+"""Fixtures every test shares: the Vulkan devices, the NumPy reference, and how one is checked by the other.
 
 A test that asks for ``runtime`` runs once per Vulkan device found. ``check_steps`` is what a kernel
 test is made of: it builds the same steps on the device and on the NumPy runtime, over the same
@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xinfer_vk.errors import DeviceError
 from xinfer_vk.plan import Buffer, BufferKind, Plan, Step
 from xinfer_vk.reference import NumpyRuntime
+from xinfer_vk.vulkan.devices import DeviceInfo, list_devices
 
 POISON = np.uint32(0x7FC0DEAD)  # a quiet NaN with a payload of its own: "nobody wrote this word"
 CI = os.environ.get("CI", "").lower() in ("1", "true")
@@ -47,8 +49,15 @@ _add_swiftshader()
 @dataclass(frozen=True)
 class DeviceUnderTest:
     id: str  # short, stable: what the test's name shows
-    index: int
-    name: str
+    info: DeviceInfo
+
+    @property
+    def index(self) -> int:
+        return self.info.index
+
+    @property
+    def name(self) -> str:
+        return self.info.name
 
 
 def _short(name: str) -> str:
@@ -59,21 +68,13 @@ def _short(name: str) -> str:
 
 
 def vulkan_devices() -> list[DeviceUnderTest]:
-    import vulkan as vk
-
     try:
-        info = vk.VkApplicationInfo(apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
-        instance = vk.vkCreateInstance(vk.VkInstanceCreateInfo(pApplicationInfo=info), None)
-    except Exception:
+        found = list_devices()
+    except DeviceError:
         return []
-    try:
-        names = [vk.vkGetPhysicalDeviceProperties(d).deviceName for d in vk.vkEnumeratePhysicalDevices(instance)]
-    except Exception:
-        names = []
-    vk.vkDestroyInstance(instance, None)
-    found = [DeviceUnderTest(_short(name), i, name) for i, name in enumerate(names)]
     wanted = os.environ.get("XINFER_VK_TEST_DEVICES")
-    return [d for d in found if not wanted or d.id in wanted.split(",")]
+    devices = [DeviceUnderTest(_short(info.name), info) for info in found]
+    return [d for d in devices if not wanted or d.id in wanted.split(",")]
 
 
 DEVICES = vulkan_devices()
@@ -106,7 +107,7 @@ def runtime(device: DeviceUnderTest) -> Iterator[Any]:
     """A Kompute runtime on each Vulkan device in turn, shared by the whole session."""
     from xinfer_vk.vulkan.runtime import KomputeRuntime
 
-    opened = KomputeRuntime(device.index)
+    opened = KomputeRuntime(device.info)
     yield opened
     opened.close()
 
@@ -183,13 +184,17 @@ def compare(name: str, got: np.ndarray, want: np.ndarray, view: str, atol: float
     wrong = np.flatnonzero(untouched & (got != want))
     if wrong.size:
         i = int(wrong[0])
-        who = "left unwritten by the kernel" if got[i] == POISON else "written by the kernel, not by the oracle"
+        who = (
+            "left unwritten by the kernel" if got[i] == POISON else "written by the kernel, not by the oracle"
+        )
         raise AssertionError(f"{name}[{i}] {who} ({wrong.size} words): got {got[i]:#x}, want {want[i]:#x}")
     if view == "u32":
         wrong = np.flatnonzero(got != want)
-        assert not wrong.size, (
-            f"{name}[{wrong[0]}]: got {got[wrong[0]]:#x}, want {want[wrong[0]]:#x} ({wrong.size} words differ)"
-        )
+        if wrong.size:
+            i = int(wrong[0])
+            raise AssertionError(
+                f"{name}[{i}]: got {got[i]:#x}, want {want[i]:#x} ({wrong.size} words differ)"
+            )
         return 0.0
     same = got == want
     if same.all():

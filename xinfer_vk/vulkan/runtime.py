@@ -1,71 +1,366 @@
-"""The Kompute runtime: buffers, recorded plans and their execution on one Vulkan device."""
+"""The Kompute runtime: buffers, recorded plans and their execution on one Vulkan device.
+
+This module puts the parts together: devices.py knows what there is, memory.py where buffers go,
+programs.py turns shaders into pipelines, sequences.py records plans, transfers.py moves words where the
+host cannot reach, and layer.py talks to the companion layer, which does what Kompute leaves out.
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-import kp
 import numpy as np
 
+from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
-from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Step
+from xinfer_vk.plan import Buffer, BufferKind, Plan, Step
+from xinfer_vk.vulkan import layer as companion
+from xinfer_vk.vulkan.devices import DeviceInfo, choose_device, list_devices
+from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.kompute import kompute
+from xinfer_vk.vulkan.memory import DeviceMemory
+from xinfer_vk.vulkan.pipeline_cache import PipelineCacheFile, pipeline_cache_folder
+from xinfer_vk.vulkan.programs import Programs
+from xinfer_vk.vulkan.sequences import RecordedPlan, Recorder, RunCounts
+from xinfer_vk.vulkan.transfers import Transfers
 
-SPIRV = Path(__file__).resolve().parent.parent / "spirv"
+if TYPE_CHECKING:
+    from xinfer_vk.plan import Runtime
+
+MEMORY_CHOICES = ("auto", "unified", "discrete")
+CompileProgress = Callable[[int, int], None]  # pipelines made, of how many
+
+
+def open_runtime(
+    device: str | None = None, *, memory: str | None = None, steps_per_submit: int | None = None
+) -> Runtime:
+    """Open the device that ``device`` means (see :func:`devices.choose_device`); "numpy" needs no Vulkan.
+
+    The other arguments are :class:`KomputeRuntime`'s. Raises :class:`UsageError` for a device that does
+    not exist and :class:`DeviceError` for one that cannot be used.
+    """
+    choice = choose_device(device)
+    if choice.device is None:
+        from xinfer_vk.reference import NumpyRuntime
+
+        return NumpyRuntime()
+    return KomputeRuntime(
+        choice.device, notices=choice.notices, memory=memory, steps_per_submit=steps_per_submit
+    )
 
 
 class KomputeRuntime:
-    def __init__(self, index: int) -> None:
-        self._manager = kp.Manager(index)
-        props = self._manager.get_device_properties()
-        name = props["device_name"]
-        simd = "llvmpipe" in name or "SwiftShader" in name
-        self.profile = DeviceProfile(
-            name=name, simd=simd,
-            subgroup_size=8 if "llvmpipe" in name else 4,
-            max_workgroup_invocations=256, max_shared_bytes=32 << 10,
-            max_storage_range_bytes=128 << 20, unified_memory=True)
-        self._tensors: dict[Buffer, kp.Tensor] = {}
-        self._algorithms: dict[tuple, kp.Algorithm] = {}
-        self._manifest = json.loads((SPIRV / "manifest.json").read_text())
+    """A :class:`~xinfer_vk.plan.Runtime` on a Vulkan device. Use it from one thread at a time.
+
+    ``device``: what :func:`devices.list_devices` said of it, or its index. ``memory``: "unified" keeps all
+    buffers mapped, "discrete" keeps in device memory what only kernels touch; "auto" (or None, and then
+    ``XINFER_VK_MEMORY`` may say) does what suits the device. ``steps_per_submit`` cuts long plans into
+    several submits, for drivers that give up on those that take seconds.
+
+    A context manager; :meth:`close` may be called any number of times, and is at the end of the program.
+    """
+
+    def __init__(
+        self,
+        device: DeviceInfo | int,
+        *,
+        notices: Sequence[str] = (),
+        memory: str | None = None,
+        steps_per_submit: int | None = None,
+    ) -> None:
+        self._manager: Any = None  # first of all, so that close() works from anywhere below
+        memory = memory or os.environ.get("XINFER_VK_MEMORY") or "auto"
+        if memory not in MEMORY_CHOICES:
+            raise UsageError(f"memory {memory!r}: it is one of {', '.join(MEMORY_CHOICES)}")
+        if steps_per_submit is not None and steps_per_submit < 1:
+            raise UsageError(f"steps per submit is {steps_per_submit}: it must be at least 1")
+        self.info = _device_info(device)
+        if self.info.rejected:
+            raise DeviceError(f"{self.info.name} cannot be used: {self.info.rejected}")
+        self._counts = RunCounts()
+        self._plans: weakref.WeakSet[RecordedPlan] = weakref.WeakSet()
+
+        self._manager, self._layer, layer_notice = _open_manager(self.info)
+        _close_at_exit(self)
+        self.notices: tuple[str, ...] = (*notices, layer_notice) if layer_notice else tuple(notices)
+        self.profile = self.info.profile(self._layer.features if self._layer else frozenset())
+        self._guard = Guard(self._layer)
+        discrete = memory == "discrete" or (memory == "auto" and not self.info.unified_memory)
+        self._memory = DeviceMemory(self._manager, self.info, self._guard, discrete=discrete)
+        self._programs = Programs(self._manager, self._memory, self._guard)
+        self._recorder = Recorder(self._manager, self._programs, self._layer, self._guard, steps_per_submit)
+        self._transfers = Transfers(self._memory, self._recorder)
+        self._cache = self._open_pipeline_cache()
+
+    # -- what there is ----------------------------------------------------------------------------
+
+    @property
+    def driver(self) -> str:
+        """Name and version of the driver."""
+        return self.info.driver
+
+    @property
+    def layer_active(self) -> bool:
+        """Whether the companion layer is in the way: barriers, features, errors, pipeline cache."""
+        return self._layer is not None
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Device memory in buffers now."""
+        return self._memory.bytes
+
+    def counters(self) -> dict[str, int]:
+        """What has been done so far: plans run, and the dispatches, submits and barriers of these and of
+        transfers; bytes in buffers now and at most; pipelines made. Barriers are 0 without the layer."""
+        layer = self._layer.counters() if self._layer else {}
+        return {
+            "runs": self._counts.runs,
+            "dispatches": layer.get("dispatches_run", self._counts.dispatches),
+            "submits": layer.get("submits", self._counts.submits),
+            "barriers": layer.get("barriers_run", 0),
+            "bytes": layer.get("bytes", self._memory.bytes),
+            "peak_bytes": layer.get("peak_bytes", self._memory.peak_bytes),
+            "pipelines": layer.get("pipelines", self._programs.made),
+        }
+
+    # -- buffers ------------------------------------------------------------------------------------
+
+    def require_free(self, needed_bytes: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
+        """Raise :class:`OutOfMemoryError`, naming ``what``, unless that much memory for buffers of that
+        kind is free: for those who know a sum before they allocate its parts."""
+        self._open()
+        self._memory.require(needed_bytes, what, kind)
 
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
-        buffer = Buffer(name, words, kind)
-        self._tensors[buffer] = self._manager.tensor_t(np.zeros(words, np.uint32), kp.TensorTypes.host)
+        """A new buffer, all zero. Raises :class:`OutOfMemoryError`."""
+        self._open()
+        buffer = self._memory.allocate(name, words, kind)
+        if self._memory.view(buffer) is None:
+            try:
+                self._transfers.clear(buffer)
+            except DeviceError:
+                self.free(buffer)
+                raise
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        self._tensors.pop(buffer).destroy()
+        """Give a buffer back. Plans that use it are released and cannot run again."""
+        self._open()
+        for plan in list(self._plans):
+            if buffer in plan.buffers:
+                plan.release(f"buffer {buffer.name!r}, which it uses, was freed")
+        twin = self._memory.twin(buffer)
+        self._programs.forget(buffer)
+        if twin is not None:
+            self._programs.forget(twin)
+        self._memory.free(buffer)
 
     def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
-        self._tensors[buffer].data()[offset : offset + words.size] = words.reshape(-1).view(np.uint32)
+        """Copy 32-bit words to ``buffer`` at word ``offset``; done when it returns."""
+        self._open()
+        if words.dtype.itemsize != 4:
+            raise UsageError(f"buffer {buffer.name!r} is made of 32-bit words, not of {words.dtype}")
+        flat = np.ascontiguousarray(words).reshape(-1).view(np.uint32)
+        _check_range(buffer, offset, flat.size)
+        view = self._memory.view(buffer)
+        if view is not None:
+            view[offset : offset + flat.size] = flat
+        else:
+            self._transfers.upload(buffer, offset, flat)
 
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
-        return self._tensors[buffer].data()[offset : offset + count].copy()
+        """A fresh ``uint32`` copy of ``count`` words at word ``offset``. Of a STATE buffer on a discrete
+        device: what the host wrote last."""
+        self._open()
+        _check_range(buffer, offset, count)
+        view = self._memory.view(buffer)
+        if view is not None:
+            return view[offset : offset + count].copy()
+        return self._transfers.download(buffer, offset, count)
 
-    def _algorithm(self, step: Step) -> kp.Algorithm:
-        kernel = step.kernel
-        key = (kernel.shader, kernel.spec, step.buffers, step.groups, len(kernel.params))
-        if key not in self._algorithms:
-            spirv = (SPIRV / self._manifest[kernel.shader]["file"]).read_bytes()
-            self._algorithms[key] = self._manager.algorithm(
-                [self._tensors[b] for b in step.buffers], spirv, step.groups,
-                np.array([v for _, v in kernel.spec], np.uint32), step.push.astype(np.uint32))
-        return self._algorithms[key]
+    # -- plans ----------------------------------------------------------------------------------------
 
-    def prepare(self, plan: Plan) -> "RecordedSequence":
-        sequence = self._manager.sequence()
+    def prepare(
+        self, plan: Plan, *, progress: CompileProgress | None = None, timed: bool = False
+    ) -> RecordedPlan:
+        """Make a plan's pipelines and record it. ``progress`` hears of the pipelines that are new.
+        ``timed``: take the device's time of every step (:meth:`RecordedPlan.times_ns`); needs the layer.
+        """
+        self._open()
+        if not plan.steps:
+            raise UsageError(f"plan {plan.name!r} has no steps")
+        if timed and (self._layer is None or not self.info.timestamp_bits):
+            lacking = (
+                "the companion layer is not active" if self._layer is None else "the device has no timestamps"
+            )
+            raise DeviceError(f"plan {plan.name!r} cannot be timed: {lacking}")
         for step in plan.steps:
-            sequence.record(kp.OpAlgoDispatch(self._algorithm(step), step.push))
-        return RecordedSequence(sequence)
+            if max(step.groups) > self.profile.max_group_count:
+                raise DeviceError(
+                    f"step {step.label!r} of plan {plan.name!r} has {max(step.groups)} workgroups in one "
+                    f"dimension, and {self.info.name} takes {self.profile.max_group_count}"
+                )
+        steps = [*self._state_copies(plan), *plan.steps]
+        missing = self._programs.missing(steps)
+        for done, step in enumerate(missing):
+            if progress:
+                progress(done, len(missing))
+            self._programs.algorithm(step)
+        if progress and missing:
+            progress(len(missing), len(missing))
+        recorded = RecordedPlan(
+            plan, steps, self._recorder, self._guard, self._layer, self.info, self._counts, timed
+        )
+        self._plans.add(recorded)
+        return recorded
+
+    def _state_copies(self, plan: Plan) -> list[Step]:
+        """On a discrete device: what the host wrote to STATE buffers, brought over before the first step."""
+        states = dict.fromkeys(b for step in plan.steps for b in step.buffers if b.kind is BufferKind.STATE)
+        copies = []
+        for state in states:
+            twin = self._memory.twin(state)
+            if twin is not None:
+                copies.append(copy_words(twin, 0, state, 0, state.words))
+        return copies
+
+    # -- life -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._algorithms.clear(); self._tensors.clear(); self._manager.destroy()
+        """Give everything back: recorded plans, pipelines, buffers, the device, in this order. The
+        pipeline cache is saved."""
+        if self._manager is None:
+            return
+        manager, self._manager = self._manager, None
+        if hasattr(self, "_cache"):  # not if __init__ failed before
+            for plan in list(self._plans):
+                plan.release("its runtime was closed")
+            if not self._guard.lost:
+                self._save_pipeline_cache()
+            self._programs.close()
+            self._memory.close()
+        manager.destroy()
+        _open_runtimes.discard(self)
+
+    def __enter__(self) -> KomputeRuntime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone
+            self.close()
+
+    def _open(self) -> None:
+        if self._manager is None:
+            raise UsageError("the runtime is closed: open a new one")
+
+    def _open_pipeline_cache(self) -> PipelineCacheFile | None:
+        if self._layer is None:
+            return None
+        info = self.info
+        file = PipelineCacheFile(
+            pipeline_cache_folder(),
+            device_uuid=info.uuid,
+            driver=f"{info.driver} {info.name}",
+            vendor_id=info.vendor_id,
+            device_id=info.device_id,
+            cache_uuid=info.pipeline_cache_uuid,
+        )
+        opened = self._layer.open_cache(file.load()) or self._layer.open_cache(b"")
+        return file if opened else None
+
+    def _save_pipeline_cache(self) -> None:
+        if self._cache is not None and self._layer is not None and self._programs.made:
+            self._cache.save(self._layer.cache_data())
 
 
-class RecordedSequence:
-    def __init__(self, sequence: kp.Sequence) -> None:
-        self._sequence = sequence
+def _device_info(device: DeviceInfo | int) -> DeviceInfo:
+    if isinstance(device, DeviceInfo):
+        return device
+    devices = list_devices()
+    if not 0 <= device < len(devices):
+        raise UsageError(f"device {device} does not exist: there are {len(devices)}")
+    return devices[device]
 
-    def run(self) -> None:
-        self._sequence.eval()
+
+def _check_range(buffer: Buffer, offset: int, count: int) -> None:
+    if offset < 0 or count < 0 or offset + count > buffer.words:
+        raise UsageError(
+            f"words {offset} to {offset + count} are not all in buffer {buffer.name!r} of {buffer.words}"
+        )
+
+
+def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, str]:
+    """A Kompute manager on a device, with the companion layer if it can be had, else with a notice why not.
+
+    The caller has probed the device: kp aborts the process when there is no driver. A loader that does
+    not know the layer's variables ignores them silently, so what counts is whether the layer answers.
+    """
+    kp = kompute()
+    library, reason = companion.load_library()
+    layer: companion.DeviceLayer | None = None
+    manager: Any = None
+    companion.inject_from_environment()
+    for replace_path in (False, True) if library else ():
+        with companion.enabled(replace_path), _opening(info):
+            manager = kp.Manager(info.index)
+        layer = companion.DeviceLayer.of_newest_device()
+        if layer is not None:
+            break
+        manager.destroy()
+        reason = "the Vulkan loader did not load it"
+    if layer is None:
+        with _opening(info):
+            manager = kp.Manager(info.index)
+    _check_identity(info, manager, layer)
+    if layer is not None:
+        return manager, layer, ""
+    return (
+        manager,
+        None,
+        f"the companion layer is off ({reason}): every step is submitted by itself, which is slow",
+    )
+
+
+@contextlib.contextmanager
+def _opening(info: DeviceInfo) -> Any:
+    try:
+        yield
+    except Exception as error:
+        raise DeviceError(f"cannot open {info.name}: {' '.join(str(error).split())}") from error
+
+
+def _check_identity(info: DeviceInfo, manager: Any, layer: companion.DeviceLayer | None) -> None:
+    """An index means a device only as long as the loader's list stays as it was."""
+    name = manager.get_device_properties()["device_name"]
+    if name != info.name or (layer is not None and layer.uuid != info.uuid):
+        manager.destroy()
+        raise DeviceError(
+            f"device {info.index} is {name}, not {info.name} any more: the list of devices has changed"
+        )
+
+
+_open_runtimes: weakref.WeakSet[KomputeRuntime] = weakref.WeakSet()
+
+
+def _close_at_exit(runtime: KomputeRuntime) -> None:
+    """kp undoes itself at exit too: it was imported before, so that happens after what is registered here."""
+    if not _open_runtimes:
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+    _open_runtimes.add(runtime)
+
+
+def _close_all() -> None:
+    for runtime in list(_open_runtimes):
+        runtime.close()

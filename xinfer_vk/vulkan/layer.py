@@ -1,0 +1,294 @@
+"""The companion layer as Python sees it: switching it on for our own process, and asking it things.
+
+The layer itself, and why it is needed, is layer/layer.c. The Vulkan loader finds a layer by a manifest
+(a small JSON file) in a folder that ``VK_ADD_LAYER_PATH`` names, and turns it on when
+``VK_INSTANCE_LAYERS`` names it. Both variables, and the manifest, exist only while an instance is being
+made (:func:`enabled`): child processes inherit nothing, and an interrupted program leaves nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError
+
+LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
+NAME = "VK_LAYER_XINFER_companion"
+ABI_VERSION = 1  # of layer.c
+
+# In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
+FEATURES = (
+    "storage_16bit",
+    "storage_8bit",
+    "float16",
+    "int8",
+    "int16",
+    "integer_dot_product",
+    "cooperative_matrix",
+    "subgroup_size_control",
+)
+
+# VkResult, from the registry: the errors that the functions kp calls may give.
+RESULTS = {
+    -1: "VK_ERROR_OUT_OF_HOST_MEMORY",
+    -2: "VK_ERROR_OUT_OF_DEVICE_MEMORY",
+    -3: "VK_ERROR_INITIALIZATION_FAILED",
+    -4: "VK_ERROR_DEVICE_LOST",
+    -5: "VK_ERROR_MEMORY_MAP_FAILED",
+    -7: "VK_ERROR_EXTENSION_NOT_PRESENT",
+    -8: "VK_ERROR_FEATURE_NOT_PRESENT",
+    -9: "VK_ERROR_INCOMPATIBLE_DRIVER",
+    -10: "VK_ERROR_TOO_MANY_OBJECTS",
+    -12: "VK_ERROR_FRAGMENTED_POOL",
+    -13: "VK_ERROR_UNKNOWN",
+    -1000012000: "VK_ERROR_INVALID_SHADER_NV",
+    -1000069000: "VK_ERROR_OUT_OF_POOL_MEMORY",
+    -1000161000: "VK_ERROR_FRAGMENTATION",
+}
+DEVICE_LOST = -4
+OUT_OF_MEMORY = frozenset({-1, -2, -5, -10, -12, -1000069000, -1000161000})
+
+
+class _Failure(ctypes.Structure):
+    _fields_ = (
+        ("result", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("size", ctypes.c_uint64),
+        ("function", ctypes.c_char * 48),
+    )
+
+
+COUNTERS = (
+    "dispatches_recorded",
+    "barriers_recorded",
+    "barriers_dropped",
+    "dispatches_run",
+    "barriers_run",
+    "submits",
+    "bytes",
+    "peak_bytes",
+    "allocations",
+    "pipelines",
+)
+
+
+class _Counters(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in COUNTERS)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A Vulkan call that failed. ``size`` in bytes, where the call was about memory, else 0."""
+
+    function: str
+    result: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.function} returned {RESULTS.get(self.result, f'VkResult {self.result}')}"
+
+    def error(self, doing: str, detail: str = "") -> DeviceError:
+        """The exception this is, saying what was being done; ``detail`` is added to its message."""
+        message = f"{doing}: {self}" + (f"; {detail}" if detail else "")
+        if self.result == DEVICE_LOST:
+            return DeviceLostError(
+                f"the device was lost while {message} (the driver gave up: see the system's log; "
+                "a driver update, or fewer steps a submit, may help)"
+            )
+        if self.result in OUT_OF_MEMORY:
+            return OutOfMemoryError(f"out of device memory while {message}")
+        return DeviceError(f"the device failed while {message}")
+
+
+@lru_cache
+def load_library() -> tuple[ctypes.CDLL | None, str]:
+    """The layer's shared object, or None and why not. ``XINFER_VK_LAYER=off`` turns the layer off."""
+    chosen = os.environ.get("XINFER_VK_LAYER", "")
+    if chosen.lower() in ("off", "0", "no"):
+        return None, f"XINFER_VK_LAYER={chosen}"
+    if not LIBRARY.exists():
+        return None, f"{LIBRARY.name} was not built"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        if (found := library.xinfer_abi_version()) != ABI_VERSION:
+            return None, f"{LIBRARY.name} is of another version ({found}, not {ABI_VERSION}): build it again"
+    except (OSError, AttributeError) as error:
+        return None, f"{LIBRARY.name} does not load: {error}"
+    u64, u32, i32, pointer = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p
+    for name, result, arguments in (
+        ("take_newest_device", u64, ()),
+        ("features", u32, (u64,)),
+        ("uuid", None, (u64, pointer)),
+        ("counters", None, (u64, pointer)),
+        ("take_failure", i32, (u64, pointer)),
+        ("next_is_independent", None, (u64,)),
+        ("set_barriers", None, (u64, i32)),
+        ("time_next_recording", None, (u64, u32)),
+        ("newest_recording", u64, (u64,)),
+        ("timestamps", u32, (u64, u64, pointer, u32)),
+        ("cache_open", i32, (u64, ctypes.c_char_p, ctypes.c_size_t)),
+        ("cache_data", i32, (u64, pointer, ctypes.POINTER(ctypes.c_size_t))),
+        ("inject", i32, (ctypes.c_char_p, u32, i32)),
+    ):
+        function = getattr(library, f"xinfer_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library, ""
+
+
+_environment_lock = threading.Lock()
+
+
+@contextmanager
+def enabled(replace_path: bool = False) -> Iterator[None]:
+    """While this lasts, an instance made by this process gets the layer, nearest to the application.
+
+    The user's own ``VK_INSTANCE_LAYERS`` (a validation layer, say) stay on, behind ours.
+    ``replace_path``: say where the layer is by ``VK_LAYER_PATH``, for loaders that do not know
+    ``VK_ADD_LAYER_PATH``; it replaces the system's folders, so these are named too.
+    """
+    manifest = {
+        "file_format_version": "1.2.0",
+        "layer": {
+            "name": NAME,
+            "type": "GLOBAL",
+            "library_path": str(LIBRARY),
+            "api_version": "1.1.0",
+            "implementation_version": str(ABI_VERSION),
+            "description": "Barriers, features, errors and a pipeline cache for xinfer-vk's use of Kompute",
+        },
+    }
+    with _environment_lock, tempfile.TemporaryDirectory(prefix="xinfer-vk-layer-") as folder:
+        Path(folder, "layer.json").write_text(json.dumps(manifest), encoding="utf-8")
+        variables = {"VK_INSTANCE_LAYERS": [NAME, os.environ.get("VK_INSTANCE_LAYERS", "")]}
+        if "VK_LAYER_PATH" in os.environ:  # the loader then ignores VK_ADD_LAYER_PATH
+            variables["VK_LAYER_PATH"] = [folder, os.environ["VK_LAYER_PATH"]]
+        elif replace_path:
+            variables["VK_LAYER_PATH"] = [folder, *_system_layer_folders()]
+        else:
+            variables["VK_ADD_LAYER_PATH"] = [folder, os.environ.get("VK_ADD_LAYER_PATH", "")]
+        before = {name: os.environ.get(name) for name in variables}
+        try:
+            for name, values in variables.items():
+                os.environ[name] = os.pathsep.join(filter(None, values))
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _system_layer_folders() -> list[str]:
+    """Where a loader on Linux looks for explicit layers (LoaderLayerInterface.md, "Layer Discovery")."""
+    home = Path.home()
+    roots = [
+        os.environ.get("XDG_CONFIG_HOME") or str(home / ".config"),
+        *(os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep),
+        "/etc",
+        os.environ.get("XDG_DATA_HOME") or str(home / ".local/share"),
+        *(os.environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share").split(os.pathsep),
+    ]
+    return [f"{root}/vulkan/explicit_layer.d" for root in roots]
+
+
+class DeviceLayer:
+    """The layer's side of one Vulkan device. Every method is harmless after the device is gone."""
+
+    def __init__(self, library: ctypes.CDLL, device_id: int) -> None:
+        self._library, self._id = library, device_id
+        bits = library.xinfer_features(device_id)
+        self.features = frozenset(name for i, name in enumerate(FEATURES) if bits >> i & 1)
+        uuid = (ctypes.c_uint8 * 16)()
+        library.xinfer_uuid(device_id, uuid)
+        self.uuid = bytes(uuid).hex()
+
+    @classmethod
+    def of_newest_device(cls) -> DeviceLayer | None:
+        """The device this thread made last, if the layer was in the way and it was not asked for yet."""
+        library, _ = load_library()
+        device_id = library.xinfer_take_newest_device() if library else 0
+        return cls(library, device_id) if library and device_id else None
+
+    def take_failure(self) -> Failure | None:
+        """The first failure since the last call. Until it is taken, the device makes nothing new."""
+        failure = _Failure()
+        if not self._library.xinfer_take_failure(self._id, ctypes.byref(failure)):
+            return None
+        return Failure(failure.function.decode(), failure.result, failure.size)
+
+    def counters(self) -> dict[str, int]:
+        counters = _Counters()
+        self._library.xinfer_counters(self._id, ctypes.byref(counters))
+        return {name: getattr(counters, name) for name in COUNTERS}
+
+    def next_is_independent(self) -> None:
+        """No barrier is wanted before the next dispatch that is recorded."""
+        self._library.xinfer_next_is_independent(self._id)
+
+    def set_barriers(self, on: bool) -> None:
+        """Off: recordings get no barriers, which is wrong; for showing that validation sees it."""
+        self._library.xinfer_set_barriers(self._id, on)
+
+    def time_next_recording(self, dispatches: int) -> None:
+        """The next command buffer takes a timestamp at its start and after each dispatch."""
+        self._library.xinfer_time_next_recording(self._id, dispatches)
+
+    def newest_recording(self) -> int:
+        return self._library.xinfer_newest_recording(self._id)
+
+    def timestamps(self, recording: int, dispatches: int) -> np.ndarray:
+        """Ticks of a recording's last run, ``uint64 [1 + dispatches]``; empty if it was not timed."""
+        ticks = np.zeros(dispatches + 1, np.uint64)
+        count = self._library.xinfer_timestamps(self._id, recording, ticks.ctypes.data, ticks.size)
+        return ticks[: min(count, ticks.size)]
+
+    def open_cache(self, data: bytes) -> bool:
+        """Make all pipelines through one cache that begins with ``data`` (b"" for an empty one)."""
+        return self._library.xinfer_cache_open(self._id, data or None, len(data)) == 0
+
+    def cache_data(self) -> bytes:
+        """The pipeline cache's bytes; empty when there is none or the driver does not tell."""
+        size = ctypes.c_size_t()
+        if self._library.xinfer_cache_data(self._id, None, ctypes.byref(size)) != 0 or not size.value:
+            return b""
+        data = ctypes.create_string_buffer(size.value)
+        if self._library.xinfer_cache_data(self._id, data, ctypes.byref(size)) != 0:
+            return b""
+        return data.raw[: size.value]
+
+
+def inject(function: str, nth: int, result: int) -> None:
+    """For tests: the nth call of a Vulkan function from now on fails with ``result`` (see layer.c)."""
+    library, reason = load_library()
+    if library is None:
+        raise DeviceError(f"faults need the companion layer: {reason}")
+    if library.xinfer_inject(function.encode(), nth, result):
+        raise DeviceError("too many faults are planted already")
+
+
+def inject_from_environment() -> None:
+    """Plant the faults of ``XINFER_VK_INJECT``: ``function:nth:result``, separated by commas."""
+    for fault in filter(None, os.environ.get("XINFER_VK_INJECT", "").split(",")):
+        try:
+            function, nth, result = fault.split(":")
+            inject(function, int(nth), int(result))
+        except ValueError as error:
+            raise DeviceError(f"XINFER_VK_INJECT: {fault!r} is not function:nth:result") from error
+
+
+def clear_injections() -> None:
+    library, _ = load_library()
+    if library is not None:
+        library.xinfer_inject(b"", 0, 0)

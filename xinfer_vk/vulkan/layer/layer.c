@@ -1,0 +1,1036 @@
+/* The companion layer: what Kompute 0.9 leaves out, added between it and the driver.
+ *
+ * A Vulkan layer is a shared library that the loader puts in the path of every Vulkan call. Each
+ * function below that bears a Vulkan name is called in the driver's place, does its part, and calls
+ * the next one down. Python enables this layer for its own process (layer.py writes the manifest) and
+ * talks to it through the xinfer_* functions at the end, by ctypes. Kompute knows nothing of it.
+ *
+ *   1. Barriers. Kompute orders transfers before dispatches, but never one dispatch before another.
+ *      Its own barriers are dropped, and one correct memory barrier goes before each dispatch, unless
+ *      the recorder said that the dispatch is independent of those before it.
+ *   2. Features. Kompute enables none; we enable those on the list below that the device has.
+ *   3. Errors. Kompute ignores most results and goes on with null handles, which crash the driver.
+ *      The first failure on a device is kept; until Python has read it, further creations fail too,
+ *      and null handles stop here. So kp's constructors return or throw, and Python can say why.
+ *   4. One pipeline cache for all pipelines, whose bytes Python loads and saves.
+ *   5. Counters, and a GPU timestamp per dispatch where wanted.
+ *
+ * Threads: the tables are locked; one device is used by one thread at a time (kp's own rule).
+ *
+ * Vulkan sections cited: 7.1 execution and memory dependencies, 7.9 host write ordering guarantees,
+ * 18.2 timestamps (numbers of the 1.3 specification); "Architecture of the Vulkan Loader Interfaces".
+ */
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <vulkan/vk_layer.h>
+#include <vulkan/vulkan.h>
+
+#define ABI_VERSION 1 /* layer.py refuses a library that says otherwise: raise both together */
+#define EXPORT __attribute__((visibility("default")))
+
+/* Headers before 1.3.255 (Debian 12) lack VK_KHR_cooperative_matrix; its numbers are the registry's. */
+#ifndef VK_KHR_cooperative_matrix
+#define VK_KHR_COOPERATIVE_MATRIX_EXTENSION_NAME "VK_KHR_cooperative_matrix"
+#define VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_COOPERATIVE_MATRIX_FEATURES_KHR ((VkStructureType)1000506000)
+typedef struct {
+    VkStructureType sType;
+    void *pNext;
+    VkBool32 cooperativeMatrix, cooperativeMatrixRobustBufferAccess;
+} VkPhysicalDeviceCooperativeMatrixFeaturesKHR;
+#endif
+
+/* ------------------------------------------------------------------------------------ the state -- */
+
+/* Every device function we call. X(name) -> a pointer `name` in Device, fetched as vk<name>. */
+#define NEXT_FUNCTIONS(X)                                                                              \
+    X(DestroyDevice) X(AllocateMemory) X(FreeMemory) X(MapMemory) X(UnmapMemory)                       \
+    X(FlushMappedMemoryRanges) X(CreateBuffer) X(DestroyBuffer) X(GetBufferMemoryRequirements)         \
+    X(BindBufferMemory) X(CreateDescriptorPool) X(CreateDescriptorSetLayout) X(AllocateDescriptorSets) \
+    X(UpdateDescriptorSets) X(CreateShaderModule) X(CreatePipelineLayout) X(CreatePipelineCache)       \
+    X(DestroyPipelineCache) X(GetPipelineCacheData) X(CreateComputePipelines) X(CreateCommandPool)     \
+    X(DestroyCommandPool) X(AllocateCommandBuffers) X(FreeCommandBuffers) X(BeginCommandBuffer)        \
+    X(EndCommandBuffer) X(CmdPipelineBarrier) X(CmdDispatch) X(CmdCopyBuffer) X(CmdResetQueryPool)     \
+    X(CmdWriteTimestamp) X(CreateQueryPool) X(DestroyQueryPool) X(GetQueryPoolResults) X(CreateFence)  \
+    X(QueueSubmit) X(WaitForFences)
+
+typedef struct {
+    VkInstance handle;
+    PFN_vkGetInstanceProcAddr GetInstanceProcAddr;
+    PFN_vkDestroyInstance DestroyInstance;
+} Instance;
+
+typedef struct Allocation {
+    struct Allocation *next;
+    VkDeviceMemory memory;
+    uint64_t bytes;
+} Allocation;
+
+/* What is known of one command buffer. The list of a device is kept most recently used first. */
+typedef struct Recording {
+    struct Recording *next;
+    VkCommandBuffer commands;
+    VkCommandPool pool;
+    uint64_t id;           /* names the recording to Python; 0 before it has begun */
+    uint64_t dispatches;   /* recorded since vkBeginCommandBuffer */
+    uint64_t barriers;
+    bool transfers;        /* a copy has been recorded */
+    VkQueryPool queries;   /* null unless timed: query 0 at the start, query i after dispatch i */
+    uint32_t query_count, queries_written;
+} Recording;
+
+/* The first failure since Python last looked. Mirrored by layer.py. */
+typedef struct {
+    int32_t result;    /* a VkResult, 0 if none */
+    uint32_t reserved;
+    uint64_t size;     /* bytes, where the call was about memory */
+    char function[48];
+} Failure;
+
+/* Mirrored by layer.py. "recorded" counts what went into command buffers, "run" what was submitted. */
+typedef struct {
+    uint64_t dispatches_recorded, barriers_recorded, barriers_dropped;
+    uint64_t dispatches_run, barriers_run, submits;
+    uint64_t bytes, peak_bytes, allocations;
+    uint64_t pipelines;
+} Counters;
+
+typedef struct {
+    uint64_t id; /* names the device to Python; never used twice */
+    VkDevice handle;
+    PFN_vkGetDeviceProcAddr GetDeviceProcAddr;
+#define DECLARE(name) PFN_vk##name name;
+    NEXT_FUNCTIONS(DECLARE)
+    uint8_t uuid[VK_UUID_SIZE];
+    uint32_t features; /* FEATURE_* that are on */
+    Failure failure;
+    Counters counters;
+    Allocation *allocations;
+    VkBuffer orphan;          /* the last buffer whose memory could not be had */
+    Recording *recordings;
+    uint64_t recording_count; /* recordings ever begun: the newest one's id */
+    VkPipelineCache cache;    /* null until Python opens it */
+    bool barriers_off;        /* by Python, to show that validation sees their lack */
+    bool next_is_independent; /* by Python, for the next dispatch only */
+    uint32_t next_query_count; /* by Python, for the next command buffer only */
+} Device;
+
+enum { MAX_INSTANCES = 64, MAX_DEVICES = 64, MAX_INJECTIONS = 16 };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Instance instances[MAX_INSTANCES];
+static Device *devices[MAX_DEVICES];
+static uint64_t device_count;                     /* devices ever made */
+static _Thread_local uint64_t newest_device;      /* the id of the last one this thread made */
+
+/* The loader stores a pointer to its dispatch table at the start of each dispatchable object; an
+ * instance shares it with its physical devices, a device with its queues and command buffers. */
+static void *key_of(const void *dispatchable) { return *(void *const *)dispatchable; }
+
+static Instance *instance_of(const void *dispatchable)
+{
+    Instance *found = NULL;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX_INSTANCES && !found; i++)
+        if (instances[i].handle && key_of(instances[i].handle) == key_of(dispatchable))
+            found = &instances[i];
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+static Device *device_of(const void *dispatchable)
+{
+    Device *found = NULL;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX_DEVICES && !found; i++)
+        if (devices[i] && key_of(devices[i]->handle) == key_of(dispatchable))
+            found = devices[i];
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+static Device *device_by_id(uint64_t id)
+{
+    Device *found = NULL;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX_DEVICES && !found; i++)
+        if (devices[i] && devices[i]->id == id)
+            found = devices[i];
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* ------------------------------------------------------------------------------------- failures -- */
+
+/* Faults that a test plants: the nth call of a function fails. See xinfer_inject. */
+static struct {
+    char function[48];
+    uint32_t countdown;
+    VkResult result;
+} injections[MAX_INJECTIONS];
+
+static VkResult injected(const char *function)
+{
+    VkResult result = VK_SUCCESS;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX_INJECTIONS; i++)
+        if (injections[i].countdown && !strcmp(injections[i].function, function) &&
+            --injections[i].countdown == 0)
+            result = injections[i].result;
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+/* Keeps a failure if it is the first; hands the result on. Positive results are no failures. */
+static VkResult keep(Device *d, const char *function, uint64_t size, VkResult result)
+{
+    if (result < 0 && d->failure.result == 0) {
+        d->failure.result = result;
+        d->failure.size = size;
+        strncpy(d->failure.function, function, sizeof d->failure.function - 1);
+    }
+    return result;
+}
+
+/* Asked before a call that creates something: an error if a test planted one or an earlier failure is
+ * still unread. kp goes on after a failure it did not notice; what it asks for then must fail too. */
+static VkResult refused(Device *d, const char *function, uint64_t size)
+{
+    if (d->failure.result)
+        return d->failure.result;
+    return keep(d, function, size, injected(function));
+}
+
+/* ----------------------------------------------------------------------------- instance, features -- */
+
+static VKAPI_ATTR VkResult VKAPI_CALL CreateInstance(
+    const VkInstanceCreateInfo *info, const VkAllocationCallbacks *allocator, VkInstance *out)
+{
+    VkLayerInstanceCreateInfo *link = (VkLayerInstanceCreateInfo *)info->pNext;
+    while (link && !(link->sType == VK_STRUCTURE_TYPE_LOADER_INSTANCE_CREATE_INFO &&
+                     link->function == VK_LAYER_LINK_INFO))
+        link = (VkLayerInstanceCreateInfo *)link->pNext;
+    if (!link)
+        return VK_ERROR_INITIALIZATION_FAILED;
+
+    PFN_vkGetInstanceProcAddr next = link->u.pLayerInfo->pfnNextGetInstanceProcAddr;
+    link->u.pLayerInfo = link->u.pLayerInfo->pNext; /* what the layer below will see as its own */
+    PFN_vkCreateInstance create = (PFN_vkCreateInstance)next(VK_NULL_HANDLE, "vkCreateInstance");
+    VkResult result = create(info, allocator, out);
+    if (result != VK_SUCCESS)
+        return result;
+
+    PFN_vkDestroyInstance destroy = (PFN_vkDestroyInstance)next(*out, "vkDestroyInstance");
+    pthread_mutex_lock(&lock);
+    int slot = 0;
+    while (slot < MAX_INSTANCES && instances[slot].handle)
+        slot++;
+    if (slot < MAX_INSTANCES)
+        instances[slot] = (Instance){*out, next, destroy};
+    pthread_mutex_unlock(&lock);
+    if (slot == MAX_INSTANCES) {
+        destroy(*out, allocator);
+        *out = VK_NULL_HANDLE;
+        return VK_ERROR_TOO_MANY_OBJECTS;
+    }
+    return VK_SUCCESS;
+}
+
+static VKAPI_ATTR void VKAPI_CALL DestroyInstance(VkInstance handle, const VkAllocationCallbacks *allocator)
+{
+    Instance *instance = handle ? instance_of(handle) : NULL;
+    if (!instance)
+        return;
+    instance->DestroyInstance(handle, allocator);
+    pthread_mutex_lock(&lock);
+    instance->handle = VK_NULL_HANDLE;
+    pthread_mutex_unlock(&lock);
+}
+
+/* The bits of Device.features, in the order of layer.py's names. */
+enum {
+    FEATURE_STORAGE_16BIT = 1 << 0,
+    FEATURE_STORAGE_8BIT = 1 << 1,
+    FEATURE_FLOAT16 = 1 << 2,
+    FEATURE_INT8 = 1 << 3,
+    FEATURE_INT16 = 1 << 4,
+    FEATURE_INTEGER_DOT_PRODUCT = 1 << 5,
+    FEATURE_COOPERATIVE_MATRIX = 1 << 6,
+    FEATURE_SUBGROUP_SIZE_CONTROL = 1 << 7,
+};
+
+/* The feature structures we may chain. kp makes its instance for API 1.1, so what later versions took
+ * into the core comes as the extension it was, with the extension enabled. */
+typedef struct {
+    VkPhysicalDeviceFeatures2 core;
+    VkPhysicalDevice16BitStorageFeatures storage16;
+    VkPhysicalDevice8BitStorageFeaturesKHR storage8;
+    VkPhysicalDeviceShaderFloat16Int8FeaturesKHR arithmetic;
+    VkPhysicalDeviceShaderIntegerDotProductFeaturesKHR dot;
+    VkPhysicalDeviceSubgroupSizeControlFeaturesEXT subgroup;
+    VkPhysicalDeviceVulkanMemoryModelFeaturesKHR memory_model; /* which cooperative matrices need */
+    VkPhysicalDeviceCooperativeMatrixFeaturesKHR matrix;
+} Features;
+
+enum { MAX_EXTENSIONS = 8 };
+typedef struct {
+    const char *names[MAX_EXTENSIONS];
+    uint32_t count;
+} Extensions;
+
+static bool offered(const VkExtensionProperties *available, uint32_t count, const char *name)
+{
+    for (uint32_t i = 0; i < count; i++)
+        if (!strcmp(available[i].extensionName, name))
+            return true;
+    return false;
+}
+
+/* Fills `f` with what the device supports of our list, ready to be chained into VkDeviceCreateInfo,
+ * and `wanted` with the extensions this takes. Returns the FEATURE_* bits. */
+static uint32_t supported_features(Instance *instance, VkPhysicalDevice physical, Features *f, Extensions *wanted)
+{
+#define INSTANCE_FUNCTION(name) PFN_vk##name name = (PFN_vk##name)instance->GetInstanceProcAddr(instance->handle, "vk" #name)
+    INSTANCE_FUNCTION(EnumerateDeviceExtensionProperties);
+    INSTANCE_FUNCTION(GetPhysicalDeviceFeatures2);
+    memset(f, 0, sizeof *f);
+    wanted->count = 0;
+    f->core.sType = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2;
+    uint32_t count = 0;
+    if (!EnumerateDeviceExtensionProperties || !GetPhysicalDeviceFeatures2 ||
+        EnumerateDeviceExtensionProperties(physical, NULL, &count, NULL) != VK_SUCCESS)
+        return 0;
+    VkExtensionProperties *available = calloc(count + 1, sizeof *available);
+    if (!available)
+        return 0;
+    if (EnumerateDeviceExtensionProperties(physical, NULL, &count, available) < 0)
+        count = 0;
+
+    void **tail = &f->core.pNext;
+#define CHAIN(member, type)                            \
+    do {                                               \
+        f->member.sType = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_##type; \
+        *tail = &f->member;                            \
+        tail = (void **)&f->member.pNext;              \
+    } while (0)
+#define CHAIN_IF(member, type, extension)                  \
+    if (offered(available, count, extension)) {            \
+        CHAIN(member, type);                               \
+        wanted->names[wanted->count++] = extension;        \
+    }
+    CHAIN(storage16, 16BIT_STORAGE_FEATURES); /* core since 1.1, which kp asks for */
+    CHAIN_IF(storage8, 8BIT_STORAGE_FEATURES_KHR, VK_KHR_8BIT_STORAGE_EXTENSION_NAME)
+    CHAIN_IF(arithmetic, SHADER_FLOAT16_INT8_FEATURES_KHR, VK_KHR_SHADER_FLOAT16_INT8_EXTENSION_NAME)
+    CHAIN_IF(dot, SHADER_INTEGER_DOT_PRODUCT_FEATURES_KHR, VK_KHR_SHADER_INTEGER_DOT_PRODUCT_EXTENSION_NAME)
+    CHAIN_IF(subgroup, SUBGROUP_SIZE_CONTROL_FEATURES_EXT, VK_EXT_SUBGROUP_SIZE_CONTROL_EXTENSION_NAME)
+    if (offered(available, count, VK_KHR_COOPERATIVE_MATRIX_EXTENSION_NAME)) {
+        CHAIN_IF(memory_model, VULKAN_MEMORY_MODEL_FEATURES_KHR, VK_KHR_VULKAN_MEMORY_MODEL_EXTENSION_NAME)
+        CHAIN_IF(matrix, COOPERATIVE_MATRIX_FEATURES_KHR, VK_KHR_COOPERATIVE_MATRIX_EXTENSION_NAME)
+    }
+    free(available);
+    GetPhysicalDeviceFeatures2(physical, &f->core);
+
+    /* Turn off again what our kernels have no use for: every enabled feature may cost something. */
+    VkBool32 int16 = f->core.features.shaderInt16;
+    memset(&f->core.features, 0, sizeof f->core.features);
+    f->core.features.shaderInt16 = int16;
+    f->storage16.storagePushConstant16 = f->storage16.storageInputOutput16 = VK_FALSE;
+    f->storage16.uniformAndStorageBuffer16BitAccess = VK_FALSE;
+    f->storage8.storagePushConstant8 = f->storage8.uniformAndStorageBuffer8BitAccess = VK_FALSE;
+    f->memory_model.vulkanMemoryModelAvailabilityVisibilityChains = VK_FALSE;
+    f->matrix.cooperativeMatrixRobustBufferAccess = VK_FALSE;
+
+    uint32_t bits = 0;
+    bits |= f->storage16.storageBuffer16BitAccess ? FEATURE_STORAGE_16BIT : 0;
+    bits |= f->storage8.storageBuffer8BitAccess ? FEATURE_STORAGE_8BIT : 0;
+    bits |= f->arithmetic.shaderFloat16 ? FEATURE_FLOAT16 : 0;
+    bits |= f->arithmetic.shaderInt8 ? FEATURE_INT8 : 0;
+    bits |= int16 ? FEATURE_INT16 : 0;
+    bits |= f->dot.shaderIntegerDotProduct ? FEATURE_INTEGER_DOT_PRODUCT : 0;
+    bits |= f->matrix.cooperativeMatrix && f->memory_model.vulkanMemoryModel ? FEATURE_COOPERATIVE_MATRIX : 0;
+    bits |= f->subgroup.subgroupSizeControl && f->subgroup.computeFullSubgroups ? FEATURE_SUBGROUP_SIZE_CONTROL : 0;
+    return bits;
+}
+
+static void physical_uuid(Instance *instance, VkPhysicalDevice physical, uint8_t uuid[VK_UUID_SIZE])
+{
+    INSTANCE_FUNCTION(GetPhysicalDeviceProperties2);
+    VkPhysicalDeviceIDProperties id = {.sType = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_ID_PROPERTIES};
+    VkPhysicalDeviceProperties2 properties = {VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_PROPERTIES_2, &id, {0}};
+    if (GetPhysicalDeviceProperties2)
+        GetPhysicalDeviceProperties2(physical, &properties);
+    memcpy(uuid, id.deviceUUID, VK_UUID_SIZE);
+}
+
+/* ---------------------------------------------------------------------------------------- device -- */
+
+static void forget_recording(Device *d, Recording **at)
+{
+    Recording *r = *at;
+    *at = r->next;
+    d->DestroyQueryPool(d->handle, r->queries, NULL); /* null is fine */
+    free(r);
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL CreateDevice(
+    VkPhysicalDevice physical, const VkDeviceCreateInfo *info, const VkAllocationCallbacks *allocator, VkDevice *out)
+{
+    Instance *instance = instance_of(physical);
+    VkLayerDeviceCreateInfo *link = (VkLayerDeviceCreateInfo *)info->pNext;
+    bool features_chosen = info->pEnabledFeatures != NULL; /* by the application: then ours would clash */
+    VkLayerDeviceCreateInfo *found = NULL;
+    for (; link; link = (VkLayerDeviceCreateInfo *)link->pNext) {
+        if (link->sType == VK_STRUCTURE_TYPE_LOADER_DEVICE_CREATE_INFO) {
+            if (link->function == VK_LAYER_LINK_INFO)
+                found = link;
+        } else {
+            features_chosen = true;
+        }
+    }
+    if (!instance || !found)
+        return VK_ERROR_INITIALIZATION_FAILED;
+    VkLayerDeviceLink *here = found->u.pLayerInfo;
+    PFN_vkCreateDevice create =
+        (PFN_vkCreateDevice)here->pfnNextGetInstanceProcAddr(instance->handle, "vkCreateDevice");
+    Device *d = calloc(1, sizeof *d);
+    if (!d || !create) {
+        free(d);
+        return VK_ERROR_OUT_OF_HOST_MEMORY;
+    }
+
+    /* First with our features in front of the chain; if the driver will not have them, as asked. */
+    Features features;
+    Extensions ours = {.count = 0};
+    VkDeviceCreateInfo extended = *info;
+    const char **names = NULL;
+    VkResult result = VK_ERROR_FEATURE_NOT_PRESENT;
+    if (!features_chosen)
+        d->features = supported_features(instance, physical, &features, &ours);
+    if (d->features)
+        names = calloc(info->enabledExtensionCount + ours.count, sizeof *names);
+    if (names) {
+        uint32_t count = info->enabledExtensionCount;
+        if (count)
+            memcpy(names, info->ppEnabledExtensionNames, count * sizeof *names);
+        for (uint32_t i = 0; i < ours.count; i++) {
+            bool known = false;
+            for (uint32_t j = 0; j < info->enabledExtensionCount; j++)
+                known |= !strcmp(names[j], ours.names[i]);
+            if (!known)
+                names[count++] = ours.names[i];
+        }
+        void **tail = &features.core.pNext;
+        while (*tail)
+            tail = (void **)&((VkBaseOutStructure *)*tail)->pNext;
+        *tail = (void *)info->pNext;
+        extended.pNext = &features.core;
+        extended.enabledExtensionCount = count;
+        extended.ppEnabledExtensionNames = names;
+        found->u.pLayerInfo = here->pNext;
+        result = create(physical, &extended, allocator, out);
+        free(names);
+    }
+    if (result != VK_SUCCESS) {
+        d->features = 0;
+        found->u.pLayerInfo = here->pNext; /* the layers below have moved it on */
+        result = create(physical, info, allocator, out);
+    }
+    if (result != VK_SUCCESS) {
+        free(d);
+        return result;
+    }
+
+    d->handle = *out;
+    d->GetDeviceProcAddr = here->pfnNextGetDeviceProcAddr;
+#define FETCH(name) d->name = (PFN_vk##name)d->GetDeviceProcAddr(*out, "vk" #name);
+    NEXT_FUNCTIONS(FETCH)
+    physical_uuid(instance, physical, d->uuid);
+    pthread_mutex_lock(&lock);
+    int slot = 0;
+    while (slot < MAX_DEVICES && devices[slot])
+        slot++;
+    if (slot < MAX_DEVICES) {
+        devices[slot] = d;
+        d->id = newest_device = ++device_count;
+    }
+    pthread_mutex_unlock(&lock);
+    if (slot == MAX_DEVICES) {
+        d->DestroyDevice(*out, allocator);
+        *out = VK_NULL_HANDLE;
+        free(d);
+        return VK_ERROR_TOO_MANY_OBJECTS;
+    }
+    return VK_SUCCESS;
+}
+
+static VKAPI_ATTR void VKAPI_CALL DestroyDevice(VkDevice handle, const VkAllocationCallbacks *allocator)
+{
+    Device *d = handle ? device_of(handle) : NULL;
+    if (!d)
+        return;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX_DEVICES; i++)
+        if (devices[i] == d)
+            devices[i] = NULL;
+    pthread_mutex_unlock(&lock);
+    while (d->recordings)
+        forget_recording(d, &d->recordings);
+    while (d->allocations) {
+        Allocation *a = d->allocations;
+        d->allocations = a->next;
+        free(a);
+    }
+    d->DestroyPipelineCache(handle, d->cache, NULL);
+    d->DestroyDevice(handle, allocator);
+    free(d);
+}
+
+/* ---------------------------------------------------------------------------------------- memory -- */
+
+static VKAPI_ATTR VkResult VKAPI_CALL CreateBuffer(
+    VkDevice handle, const VkBufferCreateInfo *info, const VkAllocationCallbacks *allocator, VkBuffer *out)
+{
+    Device *d = device_of(handle);
+    *out = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkCreateBuffer", info->size);
+    if (result == VK_SUCCESS)
+        result = keep(d, "vkCreateBuffer", info->size, d->CreateBuffer(handle, info, allocator, out));
+    return result;
+}
+
+static VKAPI_ATTR void VKAPI_CALL GetBufferMemoryRequirements(
+    VkDevice handle, VkBuffer buffer, VkMemoryRequirements *out)
+{
+    if (buffer)
+        device_of(handle)->GetBufferMemoryRequirements(handle, buffer, out);
+    else
+        memset(out, 0, sizeof *out); /* no memory type fits: kp throws */
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
+    VkDevice handle, const VkMemoryAllocateInfo *info, const VkAllocationCallbacks *allocator, VkDeviceMemory *out)
+{
+    Device *d = device_of(handle);
+    *out = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkAllocateMemory", info->allocationSize);
+    if (result != VK_SUCCESS)
+        return result;
+    Allocation *a = malloc(sizeof *a);
+    result = a ? d->AllocateMemory(handle, info, allocator, out) : VK_ERROR_OUT_OF_HOST_MEMORY;
+    if (result != VK_SUCCESS) {
+        free(a);
+        return keep(d, "vkAllocateMemory", info->allocationSize, result);
+    }
+    *a = (Allocation){d->allocations, *out, info->allocationSize};
+    d->allocations = a;
+    d->counters.allocations++;
+    d->counters.bytes += a->bytes;
+    if (d->counters.bytes > d->counters.peak_bytes)
+        d->counters.peak_bytes = d->counters.bytes;
+    return VK_SUCCESS;
+}
+
+static VKAPI_ATTR void VKAPI_CALL FreeMemory(
+    VkDevice handle, VkDeviceMemory memory, const VkAllocationCallbacks *allocator)
+{
+    Device *d = device_of(handle);
+    d->FreeMemory(handle, memory, allocator); /* null is fine */
+    for (Allocation **at = &d->allocations; *at; at = &(*at)->next)
+        if ((*at)->memory == memory) {
+            Allocation *a = *at;
+            *at = a->next;
+            d->counters.bytes -= a->bytes;
+            free(a);
+            return;
+        }
+}
+
+/* A failed allocation reaches the next three functions as a null memory. kp's Tensor constructor goes
+ * bind, then (for mapped tensors) map, which throws: such a tensor never exists, its destructor never
+ * runs, and the buffer would leak, so it is destroyed here. An unmapped tensor does come to exist, and
+ * destroys its buffer itself when Python, having seen the failure, drops it. */
+static VKAPI_ATTR VkResult VKAPI_CALL BindBufferMemory(
+    VkDevice handle, VkBuffer buffer, VkDeviceMemory memory, VkDeviceSize offset)
+{
+    Device *d = device_of(handle);
+    if (memory && buffer)
+        return keep(d, "vkBindBufferMemory", 0, d->BindBufferMemory(handle, buffer, memory, offset));
+    d->orphan = buffer;
+    return keep(d, "vkBindBufferMemory", 0, VK_ERROR_OUT_OF_DEVICE_MEMORY);
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL MapMemory(
+    VkDevice handle, VkDeviceMemory memory, VkDeviceSize offset, VkDeviceSize size, VkMemoryMapFlags flags, void **out)
+{
+    Device *d = device_of(handle);
+    VkResult result = memory ? injected("vkMapMemory") : VK_ERROR_MEMORY_MAP_FAILED;
+    if (!memory && d->orphan) {
+        d->DestroyBuffer(handle, d->orphan, NULL);
+        d->orphan = VK_NULL_HANDLE;
+    }
+    if (result == VK_SUCCESS)
+        result = d->MapMemory(handle, memory, offset, size, flags, out);
+    return keep(d, "vkMapMemory", size, result);
+}
+
+static VKAPI_ATTR void VKAPI_CALL UnmapMemory(VkDevice handle, VkDeviceMemory memory)
+{
+    if (memory)
+        device_of(handle)->UnmapMemory(handle, memory);
+}
+
+/* kp asks only for coherent memory, which needs no flush, and flushes a range of size 0 when it destroys
+ * a tensor (it has cleared the size by then), which is invalid: there is nothing to pass on. */
+static VKAPI_ATTR VkResult VKAPI_CALL FlushMappedMemoryRanges(
+    VkDevice handle, uint32_t count, const VkMappedMemoryRange *ranges)
+{
+    for (uint32_t i = 0; i < count; i++)
+        if (!ranges[i].memory || !ranges[i].size)
+            return VK_SUCCESS;
+    return device_of(handle)->FlushMappedMemoryRanges(handle, count, ranges);
+}
+
+/* ----------------------------------------------- objects that kp creates without looking at the result -- */
+
+#define CREATE(Name, Info, Handle)                                                                             \
+    static VKAPI_ATTR VkResult VKAPI_CALL Name(                                                                \
+        VkDevice handle, const Info *info, const VkAllocationCallbacks *allocator, Handle *out)                \
+    {                                                                                                          \
+        Device *d = device_of(handle);                                                                         \
+        *out = VK_NULL_HANDLE;                                                                                 \
+        VkResult result = refused(d, "vk" #Name, 0);                                                           \
+        return result ? result : keep(d, "vk" #Name, 0, d->Name(handle, info, allocator, out));                \
+    }
+CREATE(CreateDescriptorPool, VkDescriptorPoolCreateInfo, VkDescriptorPool)
+CREATE(CreateDescriptorSetLayout, VkDescriptorSetLayoutCreateInfo, VkDescriptorSetLayout)
+CREATE(CreateShaderModule, VkShaderModuleCreateInfo, VkShaderModule)
+CREATE(CreatePipelineLayout, VkPipelineLayoutCreateInfo, VkPipelineLayout)
+CREATE(CreatePipelineCache, VkPipelineCacheCreateInfo, VkPipelineCache)
+CREATE(CreateCommandPool, VkCommandPoolCreateInfo, VkCommandPool)
+CREATE(CreateFence, VkFenceCreateInfo, VkFence)
+
+static VKAPI_ATTR VkResult VKAPI_CALL AllocateDescriptorSets(
+    VkDevice handle, const VkDescriptorSetAllocateInfo *info, VkDescriptorSet *out)
+{
+    Device *d = device_of(handle);
+    for (uint32_t i = 0; i < info->descriptorSetCount; i++)
+        out[i] = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkAllocateDescriptorSets", 0);
+    return result ? result : keep(d, "vkAllocateDescriptorSets", 0, d->AllocateDescriptorSets(handle, info, out));
+}
+
+static VKAPI_ATTR void VKAPI_CALL UpdateDescriptorSets(
+    VkDevice handle, uint32_t writes, const VkWriteDescriptorSet *write, uint32_t copies, const VkCopyDescriptorSet *copy)
+{
+    for (uint32_t i = 0; i < writes; i++)
+        if (!write[i].dstSet)
+            return;
+    device_of(handle)->UpdateDescriptorSets(handle, writes, write, copies, copy);
+}
+
+/* kp gives each pipeline an empty cache of its own; ours, if it is open, takes its place. */
+static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
+    VkDevice handle, VkPipelineCache cache, uint32_t count, const VkComputePipelineCreateInfo *infos,
+    const VkAllocationCallbacks *allocator, VkPipeline *out)
+{
+    Device *d = device_of(handle);
+    for (uint32_t i = 0; i < count; i++)
+        out[i] = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkCreateComputePipelines", 0);
+    if (result != VK_SUCCESS)
+        return result;
+    result = d->CreateComputePipelines(handle, d->cache ? d->cache : cache, count, infos, allocator, out);
+    d->counters.pipelines += result == VK_SUCCESS ? count : 0;
+    return keep(d, "vkCreateComputePipelines", 0, result);
+}
+
+/* -------------------------------------------------------------------------------------- commands -- */
+
+static VKAPI_ATTR void VKAPI_CALL DestroyCommandPool(
+    VkDevice handle, VkCommandPool pool, const VkAllocationCallbacks *allocator)
+{
+    Device *d = device_of(handle);
+    d->DestroyCommandPool(handle, pool, allocator); /* null is fine */
+    for (Recording **at = &d->recordings; *at;)
+        if ((*at)->pool == pool)
+            forget_recording(d, at);
+        else
+            at = &(*at)->next;
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL AllocateCommandBuffers(
+    VkDevice handle, const VkCommandBufferAllocateInfo *info, VkCommandBuffer *out)
+{
+    Device *d = device_of(handle);
+    for (uint32_t i = 0; i < info->commandBufferCount; i++)
+        out[i] = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkAllocateCommandBuffers", 0);
+    if (result == VK_SUCCESS)
+        result = keep(d, "vkAllocateCommandBuffers", 0, d->AllocateCommandBuffers(handle, info, out));
+    for (uint32_t i = 0; result == VK_SUCCESS && i < info->commandBufferCount; i++) {
+        Recording *r = calloc(1, sizeof *r);
+        if (!r)
+            break; /* it will go without barriers being counted: see recording_of */
+        *r = (Recording){.next = d->recordings, .commands = out[i], .pool = info->commandPool};
+        d->recordings = r;
+    }
+    return result;
+}
+
+static VKAPI_ATTR void VKAPI_CALL FreeCommandBuffers(
+    VkDevice handle, VkCommandPool pool, uint32_t count, const VkCommandBuffer *buffers)
+{
+    Device *d = device_of(handle);
+    if (!pool)
+        return; /* its creation failed, and so did all that came of it */
+    d->FreeCommandBuffers(handle, pool, count, buffers);
+    for (uint32_t i = 0; i < count; i++)
+        for (Recording **at = &d->recordings; *at; at = &(*at)->next)
+            if ((*at)->commands == buffers[i]) {
+                forget_recording(d, at);
+                break;
+            }
+}
+
+/* The recording of a command buffer, moved to the front of the list: the next command is its too. */
+static Recording *recording_of(Device *d, VkCommandBuffer commands)
+{
+    static Recording unknown; /* where calloc failed: counts go astray, barriers do not */
+    for (Recording **at = &d->recordings; *at; at = &(*at)->next)
+        if ((*at)->commands == commands) {
+            Recording *r = *at;
+            *at = r->next;
+            r->next = d->recordings;
+            return d->recordings = r;
+        }
+    return &unknown;
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL BeginCommandBuffer(VkCommandBuffer commands, const VkCommandBufferBeginInfo *info)
+{
+    Device *d = device_of(commands);
+    Recording *r = recording_of(d, commands);
+    VkResult result = keep(d, "vkBeginCommandBuffer", 0, d->BeginCommandBuffer(commands, info));
+    r->id = ++d->recording_count;
+    r->dispatches = r->barriers = 0;
+    r->transfers = false;
+    d->next_is_independent = false;
+
+    /* A timed recording resets its queries itself, so that each replay begins with a clean pool. */
+    uint32_t queries = d->next_query_count;
+    d->next_query_count = 0;
+    d->DestroyQueryPool(d->handle, r->queries, NULL);
+    r->queries = VK_NULL_HANDLE;
+    r->query_count = r->queries_written = 0;
+    if (queries && result == VK_SUCCESS) {
+        VkQueryPoolCreateInfo pool = {
+            .sType = VK_STRUCTURE_TYPE_QUERY_POOL_CREATE_INFO, .queryType = VK_QUERY_TYPE_TIMESTAMP, .queryCount = queries};
+        if (keep(d, "vkCreateQueryPool", 0, d->CreateQueryPool(d->handle, &pool, NULL, &r->queries)) == VK_SUCCESS) {
+            r->query_count = queries;
+            d->CmdResetQueryPool(commands, r->queries, 0, queries);
+            d->CmdWriteTimestamp(commands, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, r->queries, r->queries_written++);
+        } else {
+            r->queries = VK_NULL_HANDLE;
+        }
+    }
+    return result;
+}
+
+/* The barrier rule. Before each command that touches memory goes one global memory barrier: everything
+ * that compute (and transfer, if there was any) wrote before, in this command buffer or an earlier one of
+ * the queue, is made available and visible to it, and it waits for everything that read what it may
+ * overwrite. What the host wrote needs no mention: vkQueueSubmit itself orders it before all commands
+ * (section 7.9). Each access flag has its stage in the same mask. */
+static void barrier(Device *d, Recording *r, VkCommandBuffer commands, VkPipelineStageFlags to, VkAccessFlags access)
+{
+    if (d->barriers_off)
+        return;
+    VkPipelineStageFlags from = VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT;
+    VkMemoryBarrier memory = {VK_STRUCTURE_TYPE_MEMORY_BARRIER, NULL, VK_ACCESS_SHADER_WRITE_BIT, access};
+    if (r->transfers || !r->barriers) { /* the first barrier also covers what earlier submissions copied */
+        from |= VK_PIPELINE_STAGE_TRANSFER_BIT;
+        memory.srcAccessMask |= VK_ACCESS_TRANSFER_WRITE_BIT;
+    }
+    d->CmdPipelineBarrier(commands, from, to, 0, 1, &memory, 0, NULL, 0, NULL);
+    r->barriers++;
+    d->counters.barriers_recorded++;
+}
+
+/* Drops the barrier that kp records for each tensor of a dispatch; any other one passes. */
+static VKAPI_ATTR void VKAPI_CALL CmdPipelineBarrier(
+    VkCommandBuffer commands, VkPipelineStageFlags from, VkPipelineStageFlags to, VkDependencyFlags flags,
+    uint32_t memory_count, const VkMemoryBarrier *memory, uint32_t buffer_count, const VkBufferMemoryBarrier *buffers,
+    uint32_t image_count, const VkImageMemoryBarrier *images)
+{
+    Device *d = device_of(commands);
+    if (!d->barriers_off && from == VK_PIPELINE_STAGE_TRANSFER_BIT && to == VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT &&
+        !memory_count && !image_count && buffer_count == 1 &&
+        buffers->srcAccessMask == VK_ACCESS_TRANSFER_WRITE_BIT && buffers->dstAccessMask == VK_ACCESS_SHADER_READ_BIT) {
+        d->counters.barriers_dropped++;
+        return;
+    }
+    d->CmdPipelineBarrier(commands, from, to, flags, memory_count, memory, buffer_count, buffers, image_count, images);
+}
+
+static VKAPI_ATTR void VKAPI_CALL CmdDispatch(VkCommandBuffer commands, uint32_t x, uint32_t y, uint32_t z)
+{
+    Device *d = device_of(commands);
+    Recording *r = recording_of(d, commands);
+    /* The first dispatch is never independent: submissions before this one may have written anything. */
+    if (!d->next_is_independent || !r->barriers)
+        barrier(d, r, commands, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT);
+    d->next_is_independent = false;
+    d->CmdDispatch(commands, x, y, z);
+    r->dispatches++;
+    d->counters.dispatches_recorded++;
+    if (r->queries_written < r->query_count)
+        d->CmdWriteTimestamp(commands, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, r->queries, r->queries_written++);
+}
+
+static VKAPI_ATTR void VKAPI_CALL CmdCopyBuffer(
+    VkCommandBuffer commands, VkBuffer from, VkBuffer to, uint32_t count, const VkBufferCopy *regions)
+{
+    Device *d = device_of(commands);
+    Recording *r = recording_of(d, commands);
+    barrier(d, r, commands, VK_PIPELINE_STAGE_TRANSFER_BIT, VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT);
+    r->transfers = true;
+    d->CmdCopyBuffer(commands, from, to, count, regions);
+}
+
+/* A fence tells the host that the device has finished, not that its writes can be seen: that takes a
+ * barrier towards the host stage (section 7.1, and the note under vkWaitForFences). */
+static VKAPI_ATTR VkResult VKAPI_CALL EndCommandBuffer(VkCommandBuffer commands)
+{
+    Device *d = device_of(commands);
+    Recording *r = recording_of(d, commands);
+    if (r->dispatches || r->transfers)
+        barrier(d, r, commands, VK_PIPELINE_STAGE_HOST_BIT, VK_ACCESS_HOST_READ_BIT);
+    return keep(d, "vkEndCommandBuffer", 0, d->EndCommandBuffer(commands));
+}
+
+/* ---------------------------------------------------------------------------------- submit and wait -- */
+
+static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(VkQueue queue, uint32_t count, const VkSubmitInfo *infos, VkFence fence)
+{
+    Device *d = device_of(queue);
+    VkResult result = refused(d, "vkQueueSubmit", 0);
+    if (result != VK_SUCCESS)
+        return result;
+    result = keep(d, "vkQueueSubmit", 0, d->QueueSubmit(queue, count, infos, fence));
+    d->counters.submits++;
+    for (uint32_t i = 0; i < count; i++)
+        for (uint32_t j = 0; j < infos[i].commandBufferCount; j++) {
+            Recording *r = recording_of(d, infos[i].pCommandBuffers[j]);
+            d->counters.dispatches_run += r->dispatches;
+            d->counters.barriers_run += r->barriers;
+        }
+    return result;
+}
+
+/* kp ignores a failed submit and waits, without limit, for a fence that nothing will signal. */
+static VKAPI_ATTR VkResult VKAPI_CALL WaitForFences(
+    VkDevice handle, uint32_t count, const VkFence *fences, VkBool32 all, uint64_t timeout)
+{
+    Device *d = device_of(handle);
+    if (d->failure.result)
+        return d->failure.result;
+    VkResult result = d->WaitForFences(handle, count, fences, all, timeout);
+    VkResult planted = injected("vkWaitForFences"); /* after the wait: the device must not be running still */
+    return keep(d, "vkWaitForFences", 0, planted ? planted : result);
+}
+
+/* ------------------------------------------------------------------------------- the way in for the loader -- */
+
+static PFN_vkVoidFunction intercepted(const char *name);
+
+static VKAPI_ATTR PFN_vkVoidFunction VKAPI_CALL GetDeviceProcAddr(VkDevice handle, const char *name)
+{
+    PFN_vkVoidFunction ours = intercepted(name);
+    Device *d = ours ? NULL : device_of(handle);
+    return ours ? ours : d ? d->GetDeviceProcAddr(handle, name) : NULL;
+}
+
+static VKAPI_ATTR PFN_vkVoidFunction VKAPI_CALL GetInstanceProcAddr(VkInstance handle, const char *name)
+{
+    PFN_vkVoidFunction ours = intercepted(name);
+    Instance *instance = ours || !handle ? NULL : instance_of(handle);
+    return ours ? ours : instance ? instance->GetInstanceProcAddr(handle, name) : NULL;
+}
+
+static PFN_vkVoidFunction intercepted(const char *name)
+{
+#define OURS(Name) {"vk" #Name, (PFN_vkVoidFunction)Name}
+    static const struct {
+        const char *name;
+        PFN_vkVoidFunction function;
+    } table[] = {
+        OURS(GetInstanceProcAddr), OURS(GetDeviceProcAddr), OURS(CreateInstance), OURS(DestroyInstance),
+        OURS(CreateDevice), OURS(DestroyDevice), OURS(CreateBuffer), OURS(GetBufferMemoryRequirements),
+        OURS(AllocateMemory), OURS(FreeMemory), OURS(BindBufferMemory), OURS(MapMemory), OURS(UnmapMemory),
+        OURS(FlushMappedMemoryRanges), OURS(CreateDescriptorPool), OURS(CreateDescriptorSetLayout),
+        OURS(AllocateDescriptorSets), OURS(UpdateDescriptorSets), OURS(CreateShaderModule),
+        OURS(CreatePipelineLayout), OURS(CreatePipelineCache), OURS(CreateComputePipelines), OURS(CreateFence),
+        OURS(CreateCommandPool), OURS(DestroyCommandPool), OURS(AllocateCommandBuffers), OURS(FreeCommandBuffers),
+        OURS(BeginCommandBuffer), OURS(EndCommandBuffer), OURS(CmdPipelineBarrier), OURS(CmdDispatch),
+        OURS(CmdCopyBuffer), OURS(QueueSubmit), OURS(WaitForFences),
+    };
+    for (size_t i = 0; i < sizeof table / sizeof *table; i++)
+        if (!strcmp(table[i].name, name))
+            return table[i].function;
+    return NULL;
+}
+
+EXPORT VKAPI_ATTR VkResult VKAPI_CALL vkNegotiateLoaderLayerInterfaceVersion(VkNegotiateLayerInterface *version)
+{
+    if (version->loaderLayerInterfaceVersion < 2)
+        return VK_ERROR_INITIALIZATION_FAILED;
+    version->loaderLayerInterfaceVersion = 2;
+    version->pfnGetInstanceProcAddr = GetInstanceProcAddr;
+    version->pfnGetDeviceProcAddr = GetDeviceProcAddr;
+    version->pfnGetPhysicalDeviceProcAddr = NULL;
+    return VK_SUCCESS;
+}
+
+/* -------------------------------------------------------------------------------- the way in for Python -- */
+/* A device is named by its id; with one that is gone every function does nothing and returns 0 (or -1
+ * where it returns a result), so a late call cannot crash. */
+
+EXPORT uint32_t xinfer_abi_version(void) { return ABI_VERSION; }
+
+/* The id of the device that this thread made last and has not asked for yet; 0: the layer was not in
+ * the way. Asked right after kp.Manager(). */
+EXPORT uint64_t xinfer_take_newest_device(void)
+{
+    uint64_t id = newest_device;
+    newest_device = 0;
+    return id;
+}
+
+EXPORT uint32_t xinfer_features(uint64_t id)
+{
+    Device *d = device_by_id(id);
+    return d ? d->features : 0;
+}
+
+EXPORT void xinfer_uuid(uint64_t id, uint8_t out[VK_UUID_SIZE])
+{
+    Device *d = device_by_id(id);
+    if (d)
+        memcpy(out, d->uuid, VK_UUID_SIZE);
+}
+
+EXPORT void xinfer_counters(uint64_t id, Counters *out)
+{
+    Device *d = device_by_id(id);
+    if (d)
+        *out = d->counters;
+}
+
+/* The first failure since the last call, which clears it; its result is returned, 0 if there was none. */
+EXPORT int32_t xinfer_take_failure(uint64_t id, Failure *out)
+{
+    Device *d = device_by_id(id);
+    if (!d || !d->failure.result)
+        return 0;
+    *out = d->failure;
+    memset(&d->failure, 0, sizeof d->failure);
+    d->orphan = VK_NULL_HANDLE;
+    return out->result;
+}
+
+/* Said before the next dispatch is recorded: it neither reads nor overwrites what the dispatches since
+ * the last barrier wrote, nor writes what they read. */
+EXPORT void xinfer_next_is_independent(uint64_t id)
+{
+    Device *d = device_by_id(id);
+    if (d)
+        d->next_is_independent = true;
+}
+
+/* For the tests' positive control: with barriers off, kp's own pass and ours are not made. */
+EXPORT void xinfer_set_barriers(uint64_t id, int32_t on)
+{
+    Device *d = device_by_id(id);
+    if (d)
+        d->barriers_off = !on;
+}
+
+/* The next command buffer to begin gets room for `dispatches` timestamps. */
+EXPORT void xinfer_time_next_recording(uint64_t id, uint32_t dispatches)
+{
+    Device *d = device_by_id(id);
+    if (d)
+        d->next_query_count = dispatches + 1;
+}
+
+/* The id of the command buffer that was begun last. */
+EXPORT uint64_t xinfer_newest_recording(uint64_t id)
+{
+    Device *d = device_by_id(id);
+    return d ? d->recording_count : 0;
+}
+
+/* The timestamps of a recording's last run, in the queue's ticks: one from its start and one from the end
+ * of each dispatch. Returns how many there are (none if it was not timed); fills at most `capacity`. */
+EXPORT uint32_t xinfer_timestamps(uint64_t id, uint64_t recording, uint64_t *out, uint32_t capacity)
+{
+    Device *d = device_by_id(id);
+    for (Recording *r = d ? d->recordings : NULL; r; r = r->next)
+        if (r->id == recording && r->queries) {
+            uint32_t n = r->queries_written < capacity ? r->queries_written : capacity;
+            VkResult result = n == 0 ? VK_SUCCESS : d->GetQueryPoolResults(
+                d->handle, r->queries, 0, n, n * sizeof *out, out, sizeof *out,
+                VK_QUERY_RESULT_64_BIT | VK_QUERY_RESULT_WAIT_BIT);
+            return keep(d, "vkGetQueryPoolResults", 0, result) == VK_SUCCESS ? r->queries_written : 0;
+        }
+    return 0;
+}
+
+/* From now on every pipeline is made through one cache that begins with these bytes (which Python has
+ * checked: a driver may trust them). Returns a VkResult; a failure leaves things as they were. */
+EXPORT int32_t xinfer_cache_open(uint64_t id, const void *data, size_t size)
+{
+    Device *d = device_by_id(id);
+    if (!d || d->cache)
+        return -1;
+    VkPipelineCacheCreateInfo info = {
+        .sType = VK_STRUCTURE_TYPE_PIPELINE_CACHE_CREATE_INFO, .initialDataSize = size, .pInitialData = data};
+    VkResult result = d->CreatePipelineCache(d->handle, &info, NULL, &d->cache);
+    if (result != VK_SUCCESS)
+        d->cache = VK_NULL_HANDLE;
+    return result;
+}
+
+/* The cache's bytes: with `data` null only their number goes to `size`. Returns a VkResult. */
+EXPORT int32_t xinfer_cache_data(uint64_t id, void *data, size_t *size)
+{
+    Device *d = device_by_id(id);
+    return d && d->cache ? d->GetPipelineCacheData(d->handle, d->cache, size, data) : -1;
+}
+
+/* Plants a fault: the nth call of `function` from now on, on any device, fails with `result`; what a
+ * real failure would leave undone is not done. The functions that look: vkCreateBuffer,
+ * vkAllocateMemory, vkMapMemory, vkCreate{DescriptorPool,DescriptorSetLayout,ShaderModule,
+ * PipelineLayout,PipelineCache,CommandPool,Fence,ComputePipelines}, vkAllocate{DescriptorSets,
+ * CommandBuffers}, vkQueueSubmit, vkWaitForFences. nth 0 clears all. Returns 0, or -1 if full. */
+EXPORT int32_t xinfer_inject(const char *function, uint32_t nth, int32_t result)
+{
+    int32_t done = -1;
+    pthread_mutex_lock(&lock);
+    if (nth == 0) {
+        memset(injections, 0, sizeof injections);
+        done = 0;
+    }
+    for (int i = 0; i < MAX_INJECTIONS && done; i++)
+        if (!injections[i].countdown) {
+            strncpy(injections[i].function, function, sizeof injections[i].function - 1);
+            injections[i].function[sizeof injections[i].function - 1] = 0;
+            injections[i].countdown = nth;
+            injections[i].result = (VkResult)result;
+            done = 0;
+        }
+    pthread_mutex_unlock(&lock);
+    return done;
+}

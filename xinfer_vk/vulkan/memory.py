@@ -1,0 +1,187 @@
+"""Buffers as Kompute tensors: which memory each kind gets, within which limits, and who can reach it.
+
+On a device with unified memory (integrated, CPU) every buffer is a mapped ``host`` tensor: the host
+writes and reads it in place. On a discrete device
+
+* WEIGHTS, SCRATCH and KV are ``storage`` tensors: device memory that the host cannot reach and that
+  Vulkan cannot copy to (kp gives it no transfer usage): transfers.py copies by shader;
+* STATE is a ``storage`` tensor with a mapped twin. The host writes the twin; every recorded plan begins
+  with a copy of it (see :meth:`DeviceMemory.twin`);
+* RESULT is mapped: kernels write a few words to it across the bus.
+
+kp's third type, ``device``, is not used: it keeps a second copy of everything in host memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind
+from xinfer_vk.vulkan.devices import DeviceInfo, available_host_bytes
+from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.kompute import kompute
+
+KOMPUTE_LIMIT_BYTES = 1 << 32  # kp counts bytes in 32 bits, and wraps silently
+DEVICE_ONLY = frozenset({BufferKind.WEIGHTS, BufferKind.SCRATCH, BufferKind.KV, BufferKind.STATE})
+
+REMEDIES = {
+    BufferKind.WEIGHTS: "a smaller model, one with fewer bits a weight, or another --device would fit",
+    BufferKind.KV: "a smaller --context, --kv-dtype f16, or another --device would fit",
+    BufferKind.SCRATCH: "a smaller model or prefill chunk, or another --device would fit",
+}
+OTHER_REMEDY = "another --device would fit"
+
+
+def human_bytes(count: int) -> str:
+    """ "1.2 GiB": for messages."""
+    value, unit = float(count), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+@dataclass(frozen=True)
+class _Slot:
+    tensor: Any  # kp.Tensor
+    view: np.ndarray | None  # its words, where it is mapped
+    heap: int | None
+    bytes: int
+
+
+class DeviceMemory:
+    """All buffers of one runtime. ``discrete``: whether to use memory the host cannot reach."""
+
+    def __init__(self, manager: Any, info: DeviceInfo, guard: Guard, *, discrete: bool) -> None:
+        self._manager, self._info, self._guard, self.discrete = manager, info, guard, discrete
+        self._slots: dict[Buffer, _Slot] = {}
+        self._twins: dict[Buffer, Buffer] = {}
+        self._heap_bytes: dict[int | None, int] = {}
+        self.bytes = self.peak_bytes = 0
+
+    # -- making and freeing ---------------------------------------------------------------------
+
+    def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
+        """A buffer of ``words``; zero if it is mapped, anything if it is not (see :meth:`view`).
+
+        Raises :class:`UsageError` for a size below one word and :class:`OutOfMemoryError` for one the
+        device does not have or cannot bind.
+        """
+        if words < 1:
+            raise UsageError(f"buffer {name!r} of {words} words: a buffer needs at least one")
+        mapped = not self.discrete or kind not in DEVICE_ONLY
+        self._check_size(name, words * WORD_BYTES, kind, mapped)
+        buffer = self._make(Buffer(name, words, kind), mapped)
+        if not mapped and kind is BufferKind.STATE:
+            try:
+                self._twins[buffer] = self._make(Buffer(f"{name} (host side)", words, kind), mapped=True)
+            except OutOfMemoryError:
+                self.free(buffer)
+                raise
+        return buffer
+
+    def _make(self, buffer: Buffer, mapped: bool) -> Buffer:
+        kp = kompute()
+        size = buffer.words * WORD_BYTES
+        # kp copies these zeros into mapped memory; a calloc'ed array costs no memory where it is only read
+        zeros = np.zeros(buffer.words, np.uint32)
+        kind = kp.TensorTypes.host if mapped else kp.TensorTypes.storage
+        tensor = None
+        try:
+            with self._guard(
+                f"making buffer {buffer.name!r} of {human_bytes(size)}", self._remedy(buffer.kind)
+            ):
+                tensor = self._manager.tensor_t(zeros, kind)
+        except Exception:
+            if tensor is not None:  # a storage tensor without memory exists; a mapped one never came to be
+                tensor.destroy()
+            raise
+        heap = self._info.heap_of(mapped=mapped)
+        self._slots[buffer] = _Slot(tensor, tensor.data() if mapped else None, heap, size)
+        self._heap_bytes[heap] = self._heap_bytes.get(heap, 0) + size
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Give a buffer's memory back; nothing may be bound to it any more."""
+        slot = self._slots.pop(self._known(buffer))
+        self._heap_bytes[slot.heap] -= slot.bytes
+        self.bytes -= slot.bytes
+        slot.tensor.destroy()
+        if (twin := self._twins.pop(buffer, None)) is not None:
+            self.free(twin)
+
+    def close(self) -> None:
+        for slot in self._slots.values():
+            slot.tensor.destroy()
+        self._slots.clear()
+        self._twins.clear()
+        self._heap_bytes.clear()
+        self.bytes = 0
+
+    # -- limits -----------------------------------------------------------------------------------
+
+    def require(self, needed: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
+        """Raise :class:`OutOfMemoryError` unless ``needed`` bytes of such buffers are free."""
+        mapped = not self.discrete or kind not in DEVICE_ONLY
+        free = self.free_bytes(mapped=mapped)
+        if needed > free:
+            raise OutOfMemoryError(
+                f"{what} needs {human_bytes(needed)} and {self._info.name} has {human_bytes(free)} free: "
+                f"{self._remedy(kind)}"
+            )
+
+    def free_bytes(self, *, mapped: bool) -> int:
+        """What the heap had free at the start less what we took; for a CPU device also what the machine
+        has to give now."""
+        heap = self._info.heap_of(mapped=mapped)
+        free = max(0, self._info.heap_free_bytes(mapped=mapped) - self._heap_bytes.get(heap, 0))
+        if self._info.is_cpu and (available := available_host_bytes()) is not None:
+            free = min(free, available)
+        return free
+
+    def _check_size(self, name: str, size: int, kind: BufferKind, mapped: bool) -> None:
+        limits = (
+            (KOMPUTE_LIMIT_BYTES - WORD_BYTES, "the most a Kompute buffer can have"),
+            (self._info.max_storage_range_bytes, "the most a kernel can bind (maxStorageBufferRange)"),
+            (self._info.max_allocation_bytes, "the most one allocation can have (maxMemoryAllocationSize)"),
+        )
+        limit, reason = min(limits, key=lambda pair: pair[0])
+        if size > limit:
+            raise OutOfMemoryError(
+                f"buffer {name!r} of {human_bytes(size)} is larger than {human_bytes(limit)}, {reason} on "
+                f"{self._info.name}: split it, or use another --device"
+            )
+        self.require(size, f"buffer {name!r}", kind)
+
+    @staticmethod
+    def _remedy(kind: BufferKind) -> str:
+        return REMEDIES.get(kind, OTHER_REMEDY)
+
+    # -- reaching ---------------------------------------------------------------------------------
+
+    def _known(self, buffer: Buffer) -> Buffer:
+        if buffer not in self._slots:
+            raise UsageError(
+                f"buffer {buffer.name!r} is not one of this runtime: it was freed, or is another's"
+            )
+        return buffer
+
+    def bound_tensor(self, buffer: Buffer) -> Any:
+        """The tensor that kernels see."""
+        return self._slots[self._known(buffer)].tensor
+
+    def view(self, buffer: Buffer) -> np.ndarray | None:
+        """A buffer's words as the host can reach them (a STATE buffer's twin's), or None. Valid until the
+        buffer is freed: never hand it out."""
+        return self._slots[self._twins.get(self._known(buffer), buffer)].view
+
+    def twin(self, buffer: Buffer) -> Buffer | None:
+        """The mapped buffer that a STATE buffer must be copied from before kernels read it."""
+        return self._twins.get(buffer)

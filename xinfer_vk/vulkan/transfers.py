@@ -1,0 +1,63 @@
+"""Moving words to and from memory that the host cannot reach: through a small mapped buffer, by shader.
+
+kp's ``storage`` tensors have no transfer usage, so Vulkan's own copies are not allowed on them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xinfer_vk.kernels.copy_words import copy_words, fill_words
+from xinfer_vk.plan import Buffer, BufferKind, Step
+from xinfer_vk.vulkan.memory import DeviceMemory
+from xinfer_vk.vulkan.sequences import Recorder
+
+STAGING_WORDS = 2 << 20  # 8 MiB: large enough that a submit costs little beside it
+# A dispatch's group count is fixed in its pipeline; with two counts there are at most two pipelines for
+# each buffer and direction, whatever the sizes.
+SMALL_GROUPS, LARGE_GROUPS = 16, 4096  # of 256 invocations
+
+
+class Transfers:
+    """Copies between the host and the device-only buffers of one runtime."""
+
+    def __init__(self, memory: DeviceMemory, recorder: Recorder, staging_words: int = STAGING_WORDS) -> None:
+        self._memory, self._recorder, self._words = memory, recorder, staging_words
+        self._staging: Buffer | None = None
+
+    def upload(self, target: Buffer, offset: int, words: np.ndarray) -> None:
+        staging, view = self._staging_buffer()
+        for start in range(0, words.size, self._words):
+            part = words[start : start + self._words]
+            view[: part.size] = part
+            step = copy_words(staging, 0, target, offset + start, part.size, _groups(part.size))
+            self._run(step, f"uploading to buffer {target.name!r}")
+
+    def download(self, source: Buffer, offset: int, count: int) -> np.ndarray:
+        staging, view = self._staging_buffer()
+        words = np.empty(count, np.uint32)
+        for start in range(0, count, self._words):
+            part = words[start : start + self._words]
+            step = copy_words(source, offset + start, staging, 0, part.size, _groups(part.size))
+            self._run(step, f"reading buffer {source.name!r}")
+            part[:] = view[: part.size]
+        return words
+
+    def clear(self, target: Buffer) -> None:
+        step = fill_words(target, 0, target.words, 0, _groups(target.words))
+        self._run(step, f"clearing buffer {target.name!r}")
+
+    def _staging_buffer(self) -> tuple[Buffer, np.ndarray]:
+        if self._staging is None:
+            self._staging = self._memory.allocate("staging", self._words, BufferKind.RESULT)
+        view = self._memory.view(self._staging)
+        assert view is not None, "RESULT buffers are mapped"
+        return self._staging, view
+
+    def _run(self, step: Step, doing: str) -> None:
+        sequences, _ = self._recorder.record([step], doing)
+        self._recorder.evaluate(sequences, doing)
+
+
+def _groups(count: int) -> int:
+    return SMALL_GROUPS if count <= SMALL_GROUPS * 256 * 4 else LARGE_GROUPS
