@@ -43,6 +43,7 @@ HF_NEUTRAL: dict[str, Any] = {
     "qk_layernorm": False,
     "quantization_config": None,
     "residual_multiplier": 1.0,
+    "rope_interleaved": False,
     "use_mrope": False,
     "use_qk_norm": False,
 }

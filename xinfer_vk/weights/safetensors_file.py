@@ -7,6 +7,8 @@ endian; a JSON object that maps each tensor's name to ``{"dtype", "shape", "data
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from xinfer_vk.weights.tensors import MAX_DIM, TensorInfo, element_count, refuse
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_INDEX_BYTES = 64 << 20
 MAX_DIMS = 8
+PLAIN_NAME = re.compile(r"[^/\\.][^/\\]{0,200}")  # of a file beside the index, not hidden
 INDEX_NAME = "model.safetensors.index.json"
 
 # Bytes of one element of every dtype the format names, so that a tensor we ignore is measured too.
@@ -53,8 +56,7 @@ def read_sharded_safetensors(
             f"{index}: weight_map is {quoted(weight_map)}, a mapping of tensors to files was expected"
         )
     for name, shard in weight_map.items():
-        plain = isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
-        if not plain:
+        if not isinstance(shard, str) or not PLAIN_NAME.fullmatch(shard) or not shard.isprintable():
             raise ModelError(
                 f"{index}: the file of {quoted(name)} is {quoted(shard)}, a plain file name was expected"
             )
@@ -63,7 +65,7 @@ def read_sharded_safetensors(
     try:
         for shard in dict.fromkeys(weight_map.values()):
             path = index.with_name(shard)
-            if not path.exists():
+            if not os.path.exists(path):
                 raise ModelError(f"{path}: is missing, and {index.name} lists it: download the model again")
             for name, tensor in read_safetensors(path, ignore).items():
                 if name in tensors:

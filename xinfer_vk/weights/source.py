@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def open_model(path: Path, name: str | None = None) -> ModelSource:
     :class:`ModelError`, one line, for anything missing, damaged or not supported.
     """
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike path.exists(), false for a name that cannot be one
         raise ModelError(f"{path}: no such file or directory: give a model directory or a .gguf file")
     if not path.is_dir():
         return _open_gguf(path, name or path.stem)

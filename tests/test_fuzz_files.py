@@ -1,0 +1,234 @@
+"""Damage small valid models at random places: what comes is one error line, or a correct load.
+
+Seeds are fixed; a failure prints the seed, the case and the damage, so that it can be made again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_files import safetensors_bytes, tiny_config, with_header, write_gguf_model, write_hf_model
+from test_pack import declare, load
+
+from xinfer_vk.errors import ModelError
+from xinfer_vk.reference import NUMPY_PROFILE
+from xinfer_vk.weights.device import WeightPlanner
+from xinfer_vk.weights.source import open_model
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL |= {"vocab_size": 40, "num_hidden_layers": 1, "head_dim": None}
+MAX_GROWTH_BYTES = 256 << 20  # the models are 50 KB: an allocation for an absurd count shows
+
+HOSTILE_VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e308, "", "x", "F64",
+    "../x", "\0", "\ud800", [], [0], [[]], [1] * 100, {}, {"a": {}}, [None], ["LlamaForCausalLM", 1], "é" * 1000,
+]  # fmt: skip
+HOSTILE_WORDS = [
+    b"\x00",
+    b"\xff",
+    b"\x7f",
+    b"\x80",
+    b"\x01",
+    b"\x00" * 4,
+    b"\xff" * 4,
+    b"\xff" * 8,
+    b"\x00" * 8,
+]
+
+
+def damage_bytes(rng: random.Random, data: bytes) -> tuple[bytes, str]:
+    """One to three of: flipped bits, overwritten, cut, removed, inserted, repeated, swapped bytes.
+
+    Half of the places are in the first 300 bytes, where the counts and lengths are.
+    """
+    out, story = bytearray(data), []
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        at = rng.randrange(min(300, len(out)) if rng.random() < 0.5 else len(out)) if out else 0
+        length = rng.choice((1, 1, 2, 4, 8, 16, 64))
+        kind = rng.choice(
+            ("flip", "flip", "write", "write", "random", "cut", "remove", "insert", "repeat", "swap")
+        )
+        story.append(f"{kind}@{at}+{length}")
+        if kind == "flip" and out:
+            out[at] ^= 1 << rng.randrange(8)
+        elif kind == "write":
+            word = rng.choice(HOSTILE_WORDS)
+            out[at : at + len(word)] = word
+        elif kind == "random":
+            out[at : at + length] = rng.randbytes(length)
+        elif kind == "cut":
+            del out[at:]
+        elif kind == "remove":
+            del out[at : at + length]
+        elif kind == "insert":
+            out[at:at] = rng.randbytes(length)
+        elif kind == "repeat":
+            out[at:at] = out[at : at + length]
+        elif kind == "swap" and out:
+            other = rng.randrange(len(out))
+            out[at], out[other] = out[other], out[at]
+    return bytes(out), " ".join(story)
+
+
+def damage_json(rng: random.Random, value: Any) -> tuple[Any, str]:
+    """The same JSON with one or two values, keys or entries replaced, removed or added."""
+    value = deepcopy(value)
+    story = []
+    for _ in range(rng.choice((1, 1, 2))):
+        places: list[tuple[Any, Any]] = []
+
+        def collect(node: Any, places: list[tuple[Any, Any]] = places) -> None:
+            for key in node if isinstance(node, dict) else range(len(node)):
+                places.append((node, key))
+                if isinstance(node[key], (dict, list)):
+                    collect(node[key])
+
+        collect(value)
+        if not places:
+            break
+        node, key = rng.choice(places)
+        kind = rng.choice(("replace", "replace", "replace", "remove", "copy", "nudge"))
+        story.append(f"{kind} {str(key)[:60]}")
+        if kind == "replace":
+            node[key] = deepcopy(rng.choice(HOSTILE_VALUES))
+        elif kind == "remove":
+            del node[key]
+        elif kind == "copy":
+            node[key] = deepcopy(rng.choice(places)[0])
+        elif type(node[key]) is int:
+            node[key] += rng.choice((-8, -4, -1, 1, 4, 8, 32))
+    return value, " ".join(story)
+
+
+def attempt(path: Path, upload: bool, story: str) -> bool:
+    """Open, declare and perhaps upload; whether it loaded. Anything but :class:`ModelError` fails."""
+    try:
+        with open_model(path) as source:
+            if upload:
+                load(source)
+            else:
+                declare(WeightPlanner(source, NUMPY_PROFILE), source.config)
+    except ModelError as e:
+        assert "\n" not in str(e), story
+        assert len(str(e)) < 2000, story
+        return False
+    except Exception as e:
+        raise AssertionError(f"{story}: {type(e).__name__}: {e}") from e
+    return True
+
+
+def fuzz(cases: int, seed: int, case: Callable[[random.Random], tuple[Path, str]]) -> None:
+    """Run ``cases`` damaged models made by ``case``; some must load and some must not."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loaded = 0
+    for i in range(cases):
+        path, story = case(rng)
+        loaded += attempt(path, upload=i % 4 == 0, story=f"seed {seed}, case {i}: {story}")
+    print(f"{loaded} of {cases} loaded")
+    assert 0 < loaded < cases
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_GROWTH_BYTES
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_damaged_gguf_files(tmp_path: Path, seed: int) -> None:
+    kinds = []
+    for architecture in ("llama", "qwen2"):
+        for fmt in ("f32", "q4_0", "q8_0"):
+            path = tmp_path / f"{architecture}-{fmt}.gguf"
+            tokens = [f"t{i}" for i in range(40)]
+            write_gguf_model(path, tiny_config(architecture, **SMALL), fmt=fmt, tokens=tokens)
+            kinds.append(path.read_bytes())
+    target = tmp_path / "x.gguf"
+
+    def case(rng: random.Random) -> tuple[Path, str]:
+        whole = rng.choice(kinds)
+        # Most damage to a few hundred KB of weights is none that a reader can see: keep to the tables.
+        tables = whole.index(b"output_norm.weight") + 40 if rng.random() < 0.9 else len(whole)
+        damaged, story = damage_bytes(rng, whole[:tables])
+        target.write_bytes(damaged + whole[tables:])
+        return target, story
+
+    fuzz(2500, seed, case)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_damaged_safetensors_files(tmp_path: Path, seed: int) -> None:
+    models = []
+    for architecture, fmt in (("llama", "f32"), ("qwen2", "bf16"), ("llama", "f16")):
+        folder = tmp_path / f"{architecture}-{fmt}"
+        write_hf_model(folder, tiny_config(architecture, **SMALL), fmt=fmt)
+        whole = (folder / "model.safetensors").read_bytes()
+        length = int.from_bytes(whole[:8], "little")
+        models.append((folder, whole, json.loads(whole[8 : 8 + length]), whole[8 + length :]))
+
+    def case(rng: random.Random) -> tuple[Path, str]:
+        folder, whole, header, data = rng.choice(models)
+        if rng.random() < 0.5:
+            changed, story = damage_json(rng, header)
+            damaged = with_header(changed, data)
+        else:
+            tables = len(whole) - len(data) if rng.random() < 0.9 else len(whole)
+            damaged, story = damage_bytes(rng, whole[:tables])
+            damaged += whole[tables:]
+        (folder / "model.safetensors").write_bytes(damaged)
+        return folder, story
+
+    fuzz(2500, seed, case)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_damaged_json_files(tmp_path: Path, name: str) -> None:
+    config = tiny_config("llama", **SMALL, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    write_hf_model(tmp_path, config, shards=2, generation_config={"eos_token_id": [2, 3], "top_k": 20})
+    target = tmp_path / name
+    text = target.read_bytes()
+
+    def case(rng: random.Random) -> tuple[Path, str]:
+        if rng.random() < 0.6:
+            changed, story = damage_json(rng, json.loads(text))
+            target.write_text(json.dumps(changed))
+        else:
+            damaged, story = damage_bytes(rng, text)
+            target.write_bytes(damaged)
+        return tmp_path, story
+
+    fuzz(1500, 5, case)
+
+
+def test_random_bytes_are_never_a_model(tmp_path: Path) -> None:
+    """Not even behind a right beginning."""
+    config = tiny_config("llama", **SMALL)
+    write_hf_model(tmp_path / "hf", config)
+    rng = random.Random(6)
+    begins: dict[Path, list[bytes]] = {
+        tmp_path / "x.gguf": [b"", b"GGUF", b"GGUF\3\0\0\0", b"GGUF\3\0\0\0" + bytes(8) + b"\3" + bytes(7)],
+        tmp_path / "hf" / "model.safetensors": [b"", b"\x20" + bytes(7) + b"{", with_header({})[:16]],
+    }
+    for i in range(300):
+        for target, starts in begins.items():
+            target.write_bytes(rng.choice(starts) + rng.randbytes(rng.randrange(200)))
+            path = target if target.suffix == ".gguf" else target.parent
+            assert not attempt(path, upload=True, story=f"seed 6, case {i}")
+
+
+def test_swapped_shards_of_another_model_are_refused(tmp_path: Path) -> None:
+    """Every file is whole, and they do not belong together."""
+    write_hf_model(tmp_path / "a", tiny_config("llama", **SMALL), shards=2)
+    other = safetensors_bytes({"model.norm.weight": ("F32", (32,), bytes(128))})
+    for shard in sorted((tmp_path / "a").glob("*.safetensors")):
+        kept = shard.read_bytes()
+        shard.write_bytes(other)
+        assert not attempt(tmp_path / "a", upload=False, story=shard.name)
+        shard.write_bytes(kept)
+    assert attempt(tmp_path / "a", upload=True, story="whole again")
+    shutil.rmtree(tmp_path / "a")
