@@ -1,0 +1,65 @@
+"""What bytes a token stands for, as the tokenizer's own decoder has it.
+
+``tokenizers`` decodes whole sequences to text; a stream needs the bytes of one token, which may be half a
+character. Two decoders cover the supported models: byte-level BPE, and SentencePiece's, where "▁" is a
+space, ``<0x0A>`` a byte, and one space at the start of the text is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from xinfer_vk.errors import ModelError
+from xinfer_vk.fields import quoted
+from xinfer_vk.text.byte_level import token_to_bytes
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """``to_bytes`` maps a token of the vocabulary (not an added token: those are their own text) to its
+    bytes. ``drop_first_space``: if the text begins with a space, that space is not part of it."""
+
+    to_bytes: Callable[[str], bytes]
+    drop_first_space: bool = False
+
+
+BYTE_LEVEL = Pieces(token_to_bytes)
+
+
+def _sentencepiece(space: str, byte_tokens: bool) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        byte = BYTE_TOKEN.fullmatch(token) if byte_tokens else None
+        return bytes([int(byte[1], 16)]) if byte else token.replace(space, " ").encode("utf-8")
+
+    return to_bytes
+
+
+def pieces_of(decoder: Any, where: str) -> Pieces:
+    """Read a ``tokenizers`` decoder. Raises :class:`ModelError` for a kind that is not supported."""
+    if decoder is None:
+        raise ModelError(f"{where}: has no decoder; byte-level and SentencePiece tokenizers are supported")
+    state = json.loads(decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return BYTE_LEVEL
+    space, drop_first_space = "", False
+    for step in steps:
+        if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]:
+            space = step["pattern"]["String"]
+        elif step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
+            drop_first_space = True
+        elif step["type"] not in ("ByteFallback", "Fuse"):
+            raise ModelError(
+                f"{where}: the decoder {quoted(step['type'])} is not supported; byte-level and SentencePiece "
+                "tokenizers are"
+            )
+    if not space or kinds[0] != "Replace" or (drop_first_space and kinds[-1] != "Strip"):
+        raise ModelError(f"{where}: the decoder {' + '.join(kinds)} is not supported")
+    return Pieces(_sentencepiece(space, "ByteFallback" in kinds), drop_first_space)

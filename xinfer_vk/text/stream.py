@@ -1,0 +1,35 @@
+"""Token ids to text, one at a time, never half a character."""
+
+from __future__ import annotations
+
+import codecs
+
+from xinfer_vk.text.tokenizer import Tokenizer
+
+
+class StreamDecoder:
+    """Decodes a generation as it comes.
+
+    The pieces that :meth:`push` and :meth:`finish` return, joined, equal ``tokenizer.decode(all ids)``.
+    A token may end inside a character; what is incomplete waits for the next token. The work for a
+    token is proportional to its own bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._drop_space = tokenizer.pieces.drop_first_space
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes; maybe none."""
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return ""
+        data = self._tokenizer.token_bytes(token_id)
+        if self._drop_space and data:
+            self._drop_space = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What is left at the end: one U+FFFD if the text stopped inside a character, else nothing."""
+        return self._utf8.decode(b"", final=True)
