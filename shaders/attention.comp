@@ -1,0 +1,358 @@
+// Exact attention over the paged KV cache: out = softmax(scale q Kᵀ) V, each query over positions
+// 0 … its own. Online softmax (Milakov & Gimelshein 2018; the tiling is that of Dao et al. 2022,
+// "FlashAttention"), grouped-query heads, scores and sums in f32.
+//
+// A query row is one head of one token. GROUP heads share a KV head, so the rows of an item are
+// (token, head in group), tokens outermost. An item is a query tile: tokens of one sequence
+// (state TILE_*), or, with PER_TOKEN, a single token. Eight lanes, an *octet*, hold ROWS rows in
+// registers and walk over blocks of 32 tokens:
+//   1. scores: a lane computes ROWS x 4 tokens (K is stored with tokens innermost for this);
+//   2. the octet finds each row's new maximum, rescales, and exponentiates;
+//   3. a lane adds p V to ROWS x (head dim / 8) sums, 4 tokens at a time.
+// A workgroup is ROW_OCTETS x KV_OCTETS octets: on different rows, and on different stretches of the
+// sequence. Grid: x items (it strides on if there are more), y KV heads, z (group of rows, stretch).
+// With PARTIAL (flash-decoding, Dao et al. 2023) each stretch writes (sum of p V, max, sum of p) and
+// attention_combine.comp joins them.
+//
+// What passes between the lanes of an octet (queries, maxima, probabilities) goes through
+//   EXCHANGE_SUBGROUP  shuffles: for subgroups that hold octets whole. No barrier, no shared memory:
+//                      on lavapipe a barrier makes LLVM split the shader into coroutines, which took
+//                      3 to 5 times as long to compile and ran 2.5 times slower;
+//   EXCHANGE_SHARED    shared memory, two barriers a block: for any device.
+//
+// Per octet and block of 32 tokens, f16, head dim 64: 8 KiB of K and V read once for ROWS rows, 2 x
+// ROWS x 64 x 32 multiply-adds, so ROWS / 2 of them a byte. K and V are read in runs of 128 bytes.
+// Shared memory: queries are read as broadcasts, and rows are an odd number of 16-byte units apart,
+// so octets of different rows use different banks.
+//
+// Positions after a query's own may hold anything, NaN too (a freed block, a slot not written yet, a
+// later token of the same chunk): their scores are replaced, not masked by addition, and their values
+// are never multiplied by a zero probability (0 x NaN is NaN) but left out.
+#version 450
+// variants: KV=f32,f16 EXCHANGE=shared,subgroup
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+#ifdef EXCHANGE_SUBGROUP
+#extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+#endif
+layout(local_size_x_id = 0) in; // spec: local_size = 8 * ROW_OCTETS * KV_OCTETS
+layout(constant_id = 1) const uint HEAD_DIM = 64u;
+layout(constant_id = 2) const uint GROUP = 1u; // query heads of a KV head
+layout(constant_id = 3) const uint ROWS = 1u;
+layout(constant_id = 4) const uint ROW_OCTETS = 1u;
+layout(constant_id = 5) const uint KV_OCTETS = 1u;
+layout(constant_id = 6) const uint PER_TOKEN = 0u; // 0 or 1
+layout(constant_id = 7) const uint PARTIAL = 0u;   // 0 or 1
+layout(set = 0, binding = 0) readonly buffer Queries { float q[]; };    // [T][q_stride]
+layout(set = 0, binding = 1) readonly buffer Cache { uint cache[]; };   // the layer's K and V regions
+layout(set = 0, binding = 2) readonly buffer Cache4 { uvec4 cache4[]; }; // the same memory
+layout(set = 0, binding = 3) readonly buffer State { uint state[]; };
+layout(set = 0, binding = 4) writeonly buffer Target { float target[]; }; // out or partials
+layout(push_constant) uniform Push {
+    uint q_offset;
+    uint q_stride;
+    uint target_offset;
+    uint out_stride; // unused with PARTIAL
+    uint k_offset;   // multiples of 4
+    uint v_offset;
+    uint kv_heads;
+    uint splits;     // stretches of a sequence, a multiple of KV_OCTETS
+    uint row_groups; // workgroups that share the rows of an item
+    float scale;
+} p;
+#include "state.glsl"
+#include "kv.glsl"
+
+const float LOWEST = -3.4028234e38; // finite, so that LOWEST - LOWEST is no NaN
+const uint SUMS = CHUNKS * LANE_DIMS; // sums of one row in a lane
+const uint ALL_SUMS = ROWS * SUMS;
+const uint SCORES = ROWS * 4u;        // scores of a block in a lane
+
+uint lane;  // 0 … 7, in the octet
+uint octet; // in the workgroup
+
+#ifdef EXCHANGE_SUBGROUP
+uint octet_start; // subgroup invocation of the octet's lane 0
+#else
+const uint OCTETS = ROW_OCTETS * KV_OCTETS;
+const uint QUERY_QUADS = QUADS + 1u; // vec4 from one row to the next: odd
+const uint P_QUADS = BLOCK_TOKENS / 4u + 1u;
+shared vec4 shared_q[ROW_OCTETS * ROWS * QUERY_QUADS];
+shared vec4 shared_p[OCTETS * ROWS * P_QUADS]; // probabilities of a block
+shared vec4 shared_lanes[OCTETS * ROWS * 2u];  // one number of each lane
+#endif
+
+// The rows of an octet: where their queries are, and how many positions each one sees.
+struct Rows {
+    uint query[ROWS];
+    int seen[ROWS]; // 0 for a row that does not exist
+};
+
+#ifdef EXCHANGE_SUBGROUP
+float from_lane(float x, uint i) { return subgroupShuffle(x, octet_start + i); }
+
+vec4 from_lane(float x[SCORES], uint row, uint i) {
+    return vec4(from_lane(x[row * 4u], i), from_lane(x[row * 4u + 1u], i), from_lane(x[row * 4u + 2u], i),
+                from_lane(x[row * 4u + 3u], i));
+}
+
+float octet_max(float x) {
+    x = max(x, subgroupShuffle(x, octet_start + (lane ^ 1u)));
+    x = max(x, subgroupShuffle(x, octet_start + (lane ^ 2u)));
+    return max(x, subgroupShuffle(x, octet_start + (lane ^ 4u)));
+}
+
+float octet_sum(float x) {
+    x += subgroupShuffle(x, octet_start + (lane ^ 1u));
+    x += subgroupShuffle(x, octet_start + (lane ^ 2u));
+    return x + subgroupShuffle(x, octet_start + (lane ^ 4u));
+}
+
+void octet_max(inout float x[ROWS]) {
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r)
+        x[r] = octet_max(x[r]);
+}
+
+void octet_sum(inout float x[ROWS]) {
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r)
+        x[r] = octet_sum(x[r]);
+}
+#else
+// Every lane's x[r], as two vec4, for all rows at once. Whoever read the last ones has passed a barrier
+// since: the one before add_values, or the one in share_queries.
+void share_lanes(float x[ROWS]) {
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r)
+        shared_lanes[(octet * ROWS + r) * 2u + lane / 4u][lane % 4u] = x[r];
+    barrier();
+}
+
+void octet_max(inout float x[ROWS]) {
+    share_lanes(x);
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+        const vec4 m = max(shared_lanes[(octet * ROWS + r) * 2u], shared_lanes[(octet * ROWS + r) * 2u + 1u]);
+        x[r] = max(max(m.x, m.y), max(m.z, m.w));
+    }
+}
+
+void octet_sum(inout float x[ROWS]) {
+    share_lanes(x);
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+        const vec4 m = shared_lanes[(octet * ROWS + r) * 2u] + shared_lanes[(octet * ROWS + r) * 2u + 1u];
+        x[r] = (m.x + m.y) + (m.z + m.w);
+    }
+}
+
+// Copies the workgroup's queries to shared memory, zeros for dims and rows that do not exist. Whoever
+// read the last item's has passed the barriers of its last block since.
+void share_queries(uint first_row, uint end_row, uint start, uint kv_head) {
+    for (uint i = gl_LocalInvocationID.x; i < ROW_OCTETS * ROWS * QUADS; i += gl_WorkGroupSize.x) {
+        const uint row = first_row + i / QUADS, dim = i % QUADS * 4u;
+        vec4 x = vec4(0.0);
+        if (row < end_row) {
+            const uint at = p.q_offset + (start + row / GROUP) * p.q_stride
+                          + (kv_head * GROUP + row % GROUP) * HEAD_DIM + dim;
+            [[unroll]] for (uint j = 0u; j < 4u; ++j)
+                if (HEAD_DIM % 8u == 0u || dim + j < HEAD_DIM) x[j] = q[at + j];
+        }
+        shared_q[i / QUADS * QUERY_QUADS + i % QUADS] = x;
+    }
+    barrier();
+}
+#endif
+
+// scores[row][i] = q[row] · k[4 lane + i] of the block whose keys for this lane begin at cache4[at]
+void score_block(Rows rows, uint at, out float scores[SCORES]) {
+    [[unroll]] for (uint i = 0u; i < SCORES; ++i)
+        scores[i] = 0.0;
+#ifdef EXCHANGE_SUBGROUP
+    for (uint eight = 0u; eight < QUADS / 2u; ++eight) { // a lane fetches one dim of eight for all lanes
+        float fetched[ROWS];
+        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+            const uint dim = eight * 8u + lane;
+            fetched[r] = HEAD_DIM % 8u == 0u || dim < HEAD_DIM ? q[rows.query[r] + dim] : 0.0;
+        }
+        for (uint half_eight = 0u; half_eight < 2u; ++half_eight) {
+            const uint quad = eight * 2u + half_eight;
+#else
+    {
+        for (uint quad = 0u; quad < QUADS; ++quad) {
+#endif
+            vec4 keys[4];
+            load_keys(at, quad, keys);
+            [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+#ifdef EXCHANGE_SUBGROUP
+                const uint source = half_eight * 4u;
+                const vec4 x = vec4(from_lane(fetched[r], source), from_lane(fetched[r], source + 1u),
+                                    from_lane(fetched[r], source + 2u), from_lane(fetched[r], source + 3u));
+#else
+                const vec4 x = shared_q[((octet / KV_OCTETS) * ROWS + r) * QUERY_QUADS + quad];
+#endif
+                [[unroll]] for (uint i = 0u; i < 4u; ++i)
+                    scores[r * 4u + i] += x.x * keys[i].x + x.y * keys[i].y + x.z * keys[i].z + x.w * keys[i].w;
+            }
+        }
+    }
+}
+
+// Probabilities (up to the common factor that the sums carry) of 4 tokens, 4 quad … 4 quad + 3 of the block.
+vec4 probabilities(float mine[SCORES], uint row, uint quad) {
+#ifdef EXCHANGE_SUBGROUP
+    return from_lane(mine, row, quad);
+#else
+    return shared_p[(octet * ROWS + row) * P_QUADS + quad];
+#endif
+}
+
+// sums[row] += Σ p[row][j] v[j]. `first`: position of the block's token 0; `seen_by_all` positions
+// are seen by every row, and none is seen from `end` on.
+void add_values(Rows rows, float mine[SCORES], uint at, int first, int seen_by_all, int end,
+                inout float sums[ALL_SUMS]) {
+    const int valid = min(end - first, int(BLOCK_TOKENS));
+    const int shared_by_all = min(min(seen_by_all, end) - first, int(BLOCK_TOKENS)) & ~3;
+    int j = 0;
+    for (; j < shared_by_all; j += 4) {
+        [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
+            float v[4][MAX_LANE_DIMS];
+            [[unroll]] for (uint i = 0u; i < 4u; ++i)
+                load_values(at + (uint(j) + i) * VECTOR_WORDS, c, lane, v[i]);
+            [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+                const vec4 w = probabilities(mine, r, uint(j) / 4u);
+                [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
+                    sums[(r * CHUNKS + c) * LANE_DIMS + d] +=
+                        w.x * v[0][d] + w.y * v[1][d] + w.z * v[2][d] + w.w * v[3][d];
+            }
+        }
+    }
+    for (; j < valid; ++j) { // the causal edge: one token at a time, left out of the rows that do not see it
+        [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
+            float v[MAX_LANE_DIMS];
+            load_values(at + uint(j) * VECTOR_WORDS, c, lane, v);
+            [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+                const vec4 w4 = probabilities(mine, r, uint(j) / 4u);
+                const float w = (j & 2) == 0 ? ((j & 1) == 0 ? w4.x : w4.y) : ((j & 1) == 0 ? w4.z : w4.w);
+                const bool sees = first + j < rows.seen[r];
+                [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
+                    sums[(r * CHUNKS + c) * LANE_DIMS + d] += sees ? w * v[d] : 0.0;
+            }
+        }
+    }
+}
+
+// All rows of one workgroup of an item: `count` tokens from row `start` of the batch.
+void attend(uint start, uint count) {
+    const uint kv_head = gl_WorkGroupID.y;
+    const uint group_splits = gl_WorkGroupID.z / p.row_groups * KV_OCTETS;
+    const uint first_row = gl_WorkGroupID.z % p.row_groups * (ROW_OCTETS * ROWS);
+    const uint end_row = min(first_row + ROW_OCTETS * ROWS, count * GROUP);
+    if (first_row >= end_row) return;
+
+    // The stretch of blocks. Positions of a tile's tokens need not ascend, so look at all of them.
+    uint positions = 0u;
+    for (uint t = first_row / GROUP; t <= (end_row - 1u) / GROUP; ++t)
+        positions = max(positions, state[STATE_POSITION + start + t] + 1u);
+    const uint blocks = (positions + BLOCK_TOKENS - 1u) / BLOCK_TOKENS;
+    const uint stretch = (blocks + p.splits - 1u) / p.splits; // blocks of one stretch
+    if (group_splits * stretch >= blocks) return;
+    const uint split = group_splits + octet % KV_OCTETS;
+    const uint first_block = split * stretch;
+    const int end = int(min(positions, (first_block + stretch) * BLOCK_TOKENS));
+    const uint table = STATE_BLOCK_TABLE + state[STATE_SEQUENCE + start] * state[STATE_TABLE_STRIDE];
+
+    Rows rows;
+    int seen_by_all = int(positions);
+    const uint octet_row = first_row + octet / KV_OCTETS * ROWS;
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+        const uint row = min(octet_row + r, end_row - 1u); // a row that does not exist repeats the last
+        const uint token = start + row / GROUP;
+        rows.query[r] = p.q_offset + token * p.q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM;
+        rows.seen[r] = int(state[STATE_POSITION + token]) + 1;
+        seen_by_all = min(seen_by_all, rows.seen[r]);
+    }
+#ifdef EXCHANGE_SHARED
+    share_queries(first_row, end_row, start, kv_head);
+#endif
+
+    float sums[ALL_SUMS]; // [ROWS][CHUNKS][LANE_DIMS] of p V, times exp(-highest)
+    float highest[ROWS];     // maximum of the scores so far
+    float total[ROWS];       // sum of p over the lane's own tokens
+    [[unroll]] for (uint i = 0u; i < ALL_SUMS; ++i)
+        sums[i] = 0.0;
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+        highest[r] = LOWEST;
+        total[r] = 0.0;
+    }
+    for (uint b = 0u; b < stretch; ++b) { // as many for every octet: there are barriers inside
+        const uint index = first_block + b;
+        const uint words = head_words(state[table + min(index, blocks - 1u)], kv_head, p.kv_heads);
+        float scores[SCORES]; // then probabilities, of the lane's 4 tokens
+        score_block(rows, (p.k_offset + words) / 4u + lane, scores);
+
+        const int first = int(index * BLOCK_TOKENS), mine = first + int(lane) * 4;
+        float new_highest[ROWS];
+        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+            new_highest[r] = highest[r];
+            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+                const bool sees = mine + int(i) < min(rows.seen[r], end);
+                scores[r * 4u + i] = sees ? scores[r * 4u + i] * p.scale : LOWEST;
+                new_highest[r] = max(new_highest[r], scores[r * 4u + i]);
+            }
+        }
+        octet_max(new_highest);
+        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+            const float rescale = exp(highest[r] - new_highest[r]);
+            highest[r] = new_highest[r];
+            total[r] *= rescale;
+            [[unroll]] for (uint i = 0u; i < SUMS; ++i)
+                sums[r * SUMS + i] *= rescale;
+            [[unroll]] for (uint i = 0u; i < 4u; ++i) {
+                const bool sees = mine + int(i) < min(rows.seen[r], end);
+                scores[r * 4u + i] = sees ? exp(scores[r * 4u + i] - highest[r]) : 0.0;
+                total[r] += scores[r * 4u + i];
+            }
+#ifdef EXCHANGE_SHARED
+            shared_p[(octet * ROWS + r) * P_QUADS + lane] =
+                vec4(scores[r * 4u], scores[r * 4u + 1u], scores[r * 4u + 2u], scores[r * 4u + 3u]);
+#endif
+        }
+#ifdef EXCHANGE_SHARED
+        barrier(); // the barrier in the next octet_max comes before the next block's are written
+#endif
+        add_values(rows, scores, p.v_offset + words, first, seen_by_all, end, sums);
+    }
+    octet_sum(total);
+
+    if (first_block >= blocks) return;
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+        const uint row = octet_row + r;
+        if (row >= end_row) continue;
+        const uint token = start + row / GROUP, head = kv_head * GROUP + row % GROUP;
+        uint at = p.target_offset + token * p.out_stride + head * HEAD_DIM;
+        float factor = 1.0 / total[r];
+        if (PARTIAL != 0u) { // [token][head][split][HEAD_DIM + 2]
+            at = p.target_offset + ((token * p.kv_heads * GROUP + head) * p.splits + split) * (HEAD_DIM + 2u);
+            factor = 1.0;
+            if (lane == 0u) {
+                target[at + HEAD_DIM] = highest[r];
+                target[at + HEAD_DIM + 1u] = total[r];
+            }
+        }
+        [[unroll]] for (uint c = 0u; c < CHUNKS; ++c)
+            [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
+                if (HEAD_DIM % (8u * LANE_DIMS) == 0u || lane_dim(c, lane) + d < HEAD_DIM)
+                    target[at + lane_dim(c, lane) + d] = sums[r * SUMS + c * LANE_DIMS + d] * factor;
+    }
+}
+
+void main() {
+    lane = gl_LocalInvocationID.x % 8u;
+    octet = gl_LocalInvocationID.x / 8u;
+#ifdef EXCHANGE_SUBGROUP
+    octet_start = gl_SubgroupInvocationID & ~7u;
+#endif
+    const uint items = state[PER_TOKEN != 0u ? STATE_N_TOKENS : STATE_N_QUERY_TILES];
+    for (uint item = gl_WorkGroupID.x; item < items; item += gl_NumWorkGroups.x) {
+        if (PER_TOKEN != 0u) attend(item, 1u);
+        else attend(state[STATE_TILE_START + item], state[STATE_TILE_COUNT + item]);
+    }
+}

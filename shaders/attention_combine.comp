@@ -1,0 +1,43 @@
+// Joins what attention.comp found in the stretches of a long sequence (flash-decoding):
+//   m = max of the stretches' maxima, out = Σ exp(m_s - m) sums_s / Σ exp(m_s - m) total_s.
+//
+// One invocation a dim of a head of a token. Neighbours read and write neighbouring words; the two
+// numbers of each stretch are the same for a whole workgroup. Reads splits x (head_dim + 2) words a
+// head. The stretches in use follow from the token's position, as in attention.comp; the others are
+// never read.
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#include "state.glsl"
+layout(local_size_x_id = 0) in; // spec: local_size
+layout(set = 0, binding = 0) readonly buffer Partials { float partials[]; }; // [T][heads][splits][head_dim + 2]
+layout(set = 0, binding = 1) readonly buffer State { uint state[]; };
+layout(set = 0, binding = 2) writeonly buffer Target { float target[]; }; // [T][out_stride]
+layout(push_constant) uniform Push {
+    uint partials_offset;
+    uint target_offset;
+    uint out_stride;
+    uint head_dim;
+    uint heads;
+    uint splits;
+} p;
+
+void main() {
+    const uint column = gl_GlobalInvocationID.x, token = gl_WorkGroupID.y;
+    if (token >= state[STATE_N_TOKENS] || column >= p.heads * p.head_dim) return;
+    const uint head = column / p.head_dim, dim = column % p.head_dim;
+    const uint blocks = state[STATE_POSITION + token] / BLOCK_TOKENS + 1u;
+    const uint stretch = (blocks + p.splits - 1u) / p.splits;
+    const uint used = (blocks + stretch - 1u) / stretch;
+    const uint width = p.head_dim + 2u;
+    const uint at = p.partials_offset + (token * p.heads + head) * p.splits * width;
+    float highest = partials[at + p.head_dim];
+    for (uint s = 1u; s < used; ++s)
+        highest = max(highest, partials[at + s * width + p.head_dim]);
+    float sum = 0.0, total = 0.0;
+    for (uint s = 0u; s < used; ++s) {
+        const float weight = exp(partials[at + s * width + p.head_dim] - highest);
+        sum += weight * partials[at + s * width + dim];
+        total += weight * partials[at + s * width + p.head_dim + 1u];
+    }
+    target[p.target_offset + token * p.out_stride + column] = sum / total;
+}

@@ -1,0 +1,63 @@
+"""SwiGLU, elementwise: ``y = silu(gate) * up`` (shaders/swiglu.comp)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xinfer_vk.kernels import state as st
+from xinfer_vk.kernels.base import Ref, ceil_div
+from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
+
+LOCAL_SIZE = 64
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """``x / (1 + exp(-x))`` in float64, 0 where exp(-x) would overflow f32 (as shaders/include/silu.glsl)."""
+    x = x.astype(np.float64)
+    return np.where(x < -88.0, 0.0, x / (1.0 + np.exp(-np.maximum(x, -88.0))))
+
+
+def _oracle(call: OracleCall) -> None:
+    p = call.p
+    rows, columns = np.arange(int(call.u32("state")[st.N_TOKENS]))[:, None], np.arange(p.dim)
+    gate = call.f32("gate")[p.gate_offset + rows * p.gate_stride + columns]
+    up = call.f32("up")[p.up_offset + rows * p.up_stride + columns]
+    call.f32("y")[p.y_offset + rows * p.y_stride + columns] = silu(gate) * up
+
+
+KERNEL = Kernel(
+    name="swiglu",
+    shader="swiglu",
+    bindings=("gate", "up", "state", "y"),
+    params=(
+        "gate_offset:u", "gate_stride:u", "up_offset:u", "up_stride:u", "y_offset:u", "y_stride:u", "dim:u",
+    ),
+    spec=(("local_size", LOCAL_SIZE),),
+    oracle=_oracle,
+)  # fmt: skip
+
+
+def swiglu(
+    P: DeviceProfile,
+    gate: Ref,
+    up: Ref,
+    y: Ref,
+    gate_stride: int,
+    up_stride: int,
+    y_stride: int,
+    dim: int,
+    tokens: int,
+    state: Buffer,
+) -> list[Step]:
+    """``y[t] = silu(gate[t]) * up[t]``, [tokens][dim], for the rows in use."""
+    return [
+        make_step(
+            KERNEL,
+            {"gate": gate.buffer, "up": up.buffer, "state": state, "y": y.buffer},
+            {
+                "gate_offset": gate.offset, "gate_stride": gate_stride, "up_offset": up.offset,
+                "up_stride": up_stride, "y_offset": y.offset, "y_stride": y_stride, "dim": dim,
+            },
+            (ceil_div(dim, LOCAL_SIZE), tokens),
+        )
+    ]  # fmt: skip
