@@ -1,7 +1,7 @@
 """How much a chat template may do: bounds on its time and memory, in units of work.
 
 A step (a call, an operator, a turn of a loop) costs 100 units, a character or list item that is made
-costs 1. What would make more than is left is refused before it is made.
+costs 1, one that a filter goes through 10. What would make more than is left is refused before it is made.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any
 from jinja2 import TemplateError
 
 STEP_COST = 100
-MIN_BUDGET = 20_000_000  # about a second
+FILTER_COST = 10
+MIN_BUDGET = 10_000_000  # about a second
 BUDGET_PER_UNIT = 100  # of input: long chats are more work
 MAX_NUMBER_BITS = 4096
 MAX_WIDTH = 100_000
 
 # Functions, by name, whose result may be far larger than what they are given: by a number or a text.
-GROWING = frozenset("batch center expandtabs indent ljust rjust round slice to_bytes tojson zfill".split())
+PADDING = {"center", "expandtabs", "indent", "ljust", "rjust", "zfill"}
+GROWING = frozenset(PADDING | {"batch", "round", "slice", "to_bytes", "tojson", "translate"})
 FORMATTING = frozenset({"format", "format_map"})
+CHEAP_FILTERS = frozenset({"count", "default", "d", "first", "last", "length"})  # however long their value
 
 
 class BudgetError(TemplateError):
@@ -62,14 +65,23 @@ class Budget:
 
     def spend_value(self, value: Any) -> None:
         """Pay for a value that was just made."""
-        sized = isinstance(value, (str, bytes, list, tuple, dict, range))
-        self.spend(STEP_COST + (len(value) if sized else 0))
+        self.spend(STEP_COST + _length(value))
         self.size(value)
 
     # -- before something is made -------------------------------------------------------------------
 
+    def check_filter(self, name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A filter is about to be applied to ``value``."""
+        if name not in CHEAP_FILTERS:
+            self.spend(FILTER_COST * _length(value))
+        self.check_call(name, value, args, kwargs)
+
+    def check_test(self, values: tuple[Any, ...]) -> None:
+        """A test is about to compare these values, or look for one in another."""
+        self.spend(sum(map(self.size, values)))
+
     def check_call(self, name: str, receiver: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A method ``name`` of ``receiver``, or a filter applied to it, is about to be called."""
+        """A function is about to be called, the method ``name`` of ``receiver`` if it is a method."""
         values = (*args, *kwargs.values())
         if name in GROWING:
             factor = max((abs(v) if isinstance(v, int) else self.size(v) for v in values), default=1)
@@ -88,9 +100,10 @@ class Budget:
         self.spend(self.size(parts) + count * len(separator))
 
     def check_format(self, text: Any, values: Iterable[Any]) -> None:
-        """Widths and precisions are numbers in the format, or values given for ``*`` and ``{}``."""
+        """Widths and precisions are numbers in the format, or values given for ``*`` or ``{:{}}``."""
         if isinstance(text, str) and (
-            re.search("[0-9]{6}", text) or any(isinstance(v, int) and abs(v) > MAX_WIDTH for v in values)
+            re.search(r"[0-9]{6}|:[^{}]*\{", text)
+            or any(isinstance(v, int) and abs(v) > MAX_WIDTH for v in values)
         ):
             raise BudgetError("a format asks for a larger width than chat templates need")
 
@@ -112,3 +125,7 @@ class Budget:
             for sequence, count in ((left, right), (right, left)):
                 if isinstance(count, int) and isinstance(sequence, (str, bytes, list, tuple)):
                     self.spend(max(count, 0) * max(len(sequence), 1))
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (str, bytes, list, tuple, dict, range)) else 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 18
 GGUF_KEY = "tokenizer.chat_template"
 
 # Templates build markup from these names, as in '<|' + role + '|>'. Any other role is a stranger's text.

@@ -124,7 +124,11 @@ class Traced(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:  # type: ignore[override]
         if old == "":
             return str.replace(self, old, new, count)
-        return Traced(new, origin_of(new)).join(self.split(old, count))
+        pieces, origins, at = str.split(self, old, count), [], 0
+        for piece in pieces:
+            origins.append(self._origin[at : at + len(piece)])
+            at += len(piece) + len(old)
+        return Traced(str.join(new, pieces), origin_of(new).join(origins))
 
     # -- methods that change characters one by one -----------------------------------------------
 

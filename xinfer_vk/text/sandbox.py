@@ -55,6 +55,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             for name, function in self.filters.items()
             if name not in REMOVED_FILTERS
         }
+        self.tests = {name: self._bounded_test(function) for name, function in self.tests.items()}
         self.globals.pop("lipsum", None)  # random text
         self.globals.update(
             dict=_dict, namespace=_Namespace, raise_exception=_raise_exception, strftime_now=_strftime_now
@@ -91,8 +92,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         name = getattr(function, "__name__", "")
         method = getattr(function, "__wrapped__", function) if name in FORMATTING else function
-        if name == "join" and args:
-            args = (list(args[0]), *args[1:])
+        if name == "join" and len(args) == 1 and not isinstance(args[0], (str, list, tuple)):
+            args = (list(args[0]),)  # a generator can be measured only when it is done
         self.budget.check_call(name, getattr(method, "__self__", None), args, kwargs)
         return self.made(super().call(context, function, *args, **kwargs))
 
@@ -106,8 +107,16 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             value = args[passed] if len(args) > passed else None
-            self.budget.check_call(name, value, args[passed + 1 :], kwargs)
+            self.budget.check_filter(name, value, args[passed + 1 :], kwargs)
             return self.made(function(*args, **kwargs))
+
+        return bounded
+
+    def _bounded_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def bounded(*args: Any) -> Any:
+            self.budget.check_test(args)
+            return function(*args)
 
         return bounded
 
