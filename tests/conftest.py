@@ -80,6 +80,10 @@ def vulkan_devices() -> list[DeviceUnderTest]:
 DEVICES = vulkan_devices()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "invalid_on_purpose: breaks Vulkan's rules; not run under validation")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     expected = set((os.environ.get("XINFER_VK_TEST_DEVICES") or "lavapipe,swiftshader").split(","))
     missing = expected - {d.id for d in DEVICES}

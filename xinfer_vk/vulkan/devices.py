@@ -217,7 +217,8 @@ def list_devices() -> list[DeviceInfo]:
 
 def choose_device(wanted: str | None = None, devices: Sequence[DeviceInfo] | None = None) -> Choice:
     """The device that ``wanted`` means: an index, a part of a name (in any case), "numpy", or, when it is
-    None or empty, what ``XINFER_VK_DEVICE`` says, else the first discrete GPU, then integrated, virtual, CPU.
+    None or empty, what ``XINFER_VK_DEVICE`` says, else the first discrete GPU, then integrated,
+    virtual, CPU.
 
     Raises :class:`UsageError` for a name or index that fits no device or several, and
     :class:`DeviceError` when there is no usable device or the one asked for cannot be used.
@@ -241,7 +242,8 @@ def choose_device(wanted: str | None = None, devices: Sequence[DeviceInfo] | Non
         raise DeviceError(
             f"no Vulkan device here can be used ({'; '.join(notices)}); --device numpy needs none"
         )
-    device = min(usable, key=lambda d: (PREFERENCE.index(d.type), d.index))
+    # of several CPU devices, the one that computes on wider vectors
+    device = min(usable, key=lambda d: (PREFERENCE.index(d.type), -d.subgroup_size * d.is_cpu, d.index))
     if device.is_cpu:
         notices.append(
             f"using {device.name}, which runs on the CPU: no GPU with a working Vulkan driver was found"

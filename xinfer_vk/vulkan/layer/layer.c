@@ -46,10 +46,11 @@ typedef struct {
 
 /* Every device function we call. X(name) -> a pointer `name` in Device, fetched as vk<name>. */
 #define NEXT_FUNCTIONS(X)                                                                              \
-    X(DestroyDevice) X(AllocateMemory) X(FreeMemory) X(MapMemory) X(UnmapMemory)                       \
+    X(DestroyDevice) X(AllocateMemory) X(FreeMemory) X(MapMemory)                       \
     X(FlushMappedMemoryRanges) X(CreateBuffer) X(DestroyBuffer) X(GetBufferMemoryRequirements)         \
     X(BindBufferMemory) X(CreateDescriptorPool) X(CreateDescriptorSetLayout) X(AllocateDescriptorSets) \
     X(UpdateDescriptorSets) X(CreateShaderModule) X(CreatePipelineLayout) X(CreatePipelineCache)       \
+    X(DestroyDescriptorPool) X(DestroyDescriptorSetLayout) X(DestroyShaderModule) X(DestroyPipelineLayout) \
     X(DestroyPipelineCache) X(GetPipelineCacheData) X(CreateComputePipelines) X(CreateCommandPool)     \
     X(DestroyCommandPool) X(AllocateCommandBuffers) X(FreeCommandBuffers) X(BeginCommandBuffer)        \
     X(EndCommandBuffer) X(CmdPipelineBarrier) X(CmdDispatch) X(CmdCopyBuffer) X(CmdResetQueryPool)     \
@@ -97,6 +98,15 @@ typedef struct {
     uint64_t pipelines;
 } Counters;
 
+/* What kp has made of the algorithm it is making. */
+typedef struct {
+    VkDescriptorPool pool;
+    VkDescriptorSetLayout set_layout;
+    VkShaderModule shader;
+    VkPipelineLayout layout;
+    VkPipelineCache cache;
+} Unfinished;
+
 typedef struct {
     uint64_t id; /* names the device to Python; never used twice */
     VkDevice handle;
@@ -108,7 +118,9 @@ typedef struct {
     Failure failure;
     Counters counters;
     Allocation *allocations;
-    VkBuffer orphan;          /* the last buffer whose memory could not be had */
+    VkBuffer bound_buffer;    /* what was bound last, and to what */
+    VkDeviceMemory bound_memory;
+    Unfinished unfinished;
     Recording *recordings;
     uint64_t recording_count; /* recordings ever begun: the newest one's id */
     VkPipelineCache cache;    /* null until Python opens it */
@@ -547,69 +559,73 @@ static VKAPI_ATTR void VKAPI_CALL FreeMemory(
         }
 }
 
-/* A failed allocation reaches the next three functions as a null memory. kp's Tensor constructor goes
- * bind, then (for mapped tensors) map, which throws: such a tensor never exists, its destructor never
- * runs, and the buffer would leak, so it is destroyed here. An unmapped tensor does come to exist, and
- * destroys its buffer itself when Python, having seen the failure, drops it. */
+/* kp's Tensor constructor makes a buffer, allocates (ignoring the result), binds, and maps what is to be
+ * mapped. When the last two fail it throws: the tensor never exists, its destructor never runs, and what
+ * was made for it is given back here. A failed allocation arrives as a null memory. */
+static VkResult abandon_tensor(Device *d, VkBuffer buffer, VkDeviceMemory memory, VkResult result)
+{
+    d->DestroyBuffer(d->handle, buffer, NULL); /* null is fine for both */
+    FreeMemory(d->handle, memory, NULL);
+    d->bound_buffer = VK_NULL_HANDLE;
+    d->bound_memory = VK_NULL_HANDLE;
+    return result;
+}
+
 static VKAPI_ATTR VkResult VKAPI_CALL BindBufferMemory(
     VkDevice handle, VkBuffer buffer, VkDeviceMemory memory, VkDeviceSize offset)
 {
     Device *d = device_of(handle);
-    if (memory && buffer)
-        return keep(d, "vkBindBufferMemory", 0, d->BindBufferMemory(handle, buffer, memory, offset));
-    d->orphan = buffer;
-    return keep(d, "vkBindBufferMemory", 0, VK_ERROR_OUT_OF_DEVICE_MEMORY);
+    VkResult result = memory ? d->BindBufferMemory(handle, buffer, memory, offset) : VK_ERROR_OUT_OF_DEVICE_MEMORY;
+    if (keep(d, "vkBindBufferMemory", 0, result) != VK_SUCCESS)
+        return abandon_tensor(d, buffer, memory, result);
+    d->bound_buffer = buffer;
+    d->bound_memory = memory;
+    return VK_SUCCESS;
 }
 
 static VKAPI_ATTR VkResult VKAPI_CALL MapMemory(
     VkDevice handle, VkDeviceMemory memory, VkDeviceSize offset, VkDeviceSize size, VkMemoryMapFlags flags, void **out)
 {
     Device *d = device_of(handle);
-    VkResult result = memory ? injected("vkMapMemory") : VK_ERROR_MEMORY_MAP_FAILED;
-    if (!memory && d->orphan) {
-        d->DestroyBuffer(handle, d->orphan, NULL);
-        d->orphan = VK_NULL_HANDLE;
-    }
+    VkResult result = refused(d, "vkMapMemory", size);
     if (result == VK_SUCCESS)
-        result = d->MapMemory(handle, memory, offset, size, flags, out);
-    return keep(d, "vkMapMemory", size, result);
+        result = keep(d, "vkMapMemory", size, d->MapMemory(handle, memory, offset, size, flags, out));
+    if (result != VK_SUCCESS && memory == d->bound_memory)
+        return abandon_tensor(d, d->bound_buffer, memory, result);
+    return result;
 }
 
-static VKAPI_ATTR void VKAPI_CALL UnmapMemory(VkDevice handle, VkDeviceMemory memory)
-{
-    if (memory)
-        device_of(handle)->UnmapMemory(handle, memory);
-}
-
-/* kp asks only for coherent memory, which needs no flush, and flushes a range of size 0 when it destroys
- * a tensor (it has cleared the size by then), which is invalid: there is nothing to pass on. */
+/* kp asks only for coherent memory, which needs no flush; destroying a tensor, it flushes 0 bytes. */
 static VKAPI_ATTR VkResult VKAPI_CALL FlushMappedMemoryRanges(
     VkDevice handle, uint32_t count, const VkMappedMemoryRange *ranges)
 {
     for (uint32_t i = 0; i < count; i++)
-        if (!ranges[i].memory || !ranges[i].size)
+        if (!ranges[i].size)
             return VK_SUCCESS;
     return device_of(handle)->FlushMappedMemoryRanges(handle, count, ranges);
 }
 
 /* ----------------------------------------------- objects that kp creates without looking at the result -- */
 
-#define CREATE(Name, Info, Handle)                                                                             \
+#define CREATE(Name, Info, Handle, remember)                                                                   \
     static VKAPI_ATTR VkResult VKAPI_CALL Name(                                                                \
         VkDevice handle, const Info *info, const VkAllocationCallbacks *allocator, Handle *out)                \
     {                                                                                                          \
         Device *d = device_of(handle);                                                                         \
         *out = VK_NULL_HANDLE;                                                                                 \
         VkResult result = refused(d, "vk" #Name, 0);                                                           \
-        return result ? result : keep(d, "vk" #Name, 0, d->Name(handle, info, allocator, out));                \
+        if (result == VK_SUCCESS)                                                                              \
+            result = keep(d, "vk" #Name, 0, d->Name(handle, info, allocator, out));                            \
+        remember;                                                                                              \
+        return result;                                                                                         \
     }
-CREATE(CreateDescriptorPool, VkDescriptorPoolCreateInfo, VkDescriptorPool)
-CREATE(CreateDescriptorSetLayout, VkDescriptorSetLayoutCreateInfo, VkDescriptorSetLayout)
-CREATE(CreateShaderModule, VkShaderModuleCreateInfo, VkShaderModule)
-CREATE(CreatePipelineLayout, VkPipelineLayoutCreateInfo, VkPipelineLayout)
-CREATE(CreatePipelineCache, VkPipelineCacheCreateInfo, VkPipelineCache)
-CREATE(CreateCommandPool, VkCommandPoolCreateInfo, VkCommandPool)
-CREATE(CreateFence, VkFenceCreateInfo, VkFence)
+CREATE(CreateDescriptorPool, VkDescriptorPoolCreateInfo, VkDescriptorPool, d->unfinished.pool = *out)
+CREATE(CreateDescriptorSetLayout, VkDescriptorSetLayoutCreateInfo, VkDescriptorSetLayout, d->unfinished.set_layout = *out)
+CREATE(CreateShaderModule, VkShaderModuleCreateInfo, VkShaderModule, d->unfinished.shader = *out)
+CREATE(CreatePipelineLayout, VkPipelineLayoutCreateInfo, VkPipelineLayout, d->unfinished.layout = *out)
+CREATE(CreatePipelineCache, VkPipelineCacheCreateInfo, VkPipelineCache, d->unfinished.cache = *out)
+CREATE(CreateCommandPool, VkCommandPoolCreateInfo, VkCommandPool, (void)0)
+CREATE(CreateFence, VkFenceCreateInfo, VkFence, (void)0)
 
 static VKAPI_ATTR VkResult VKAPI_CALL AllocateDescriptorSets(
     VkDevice handle, const VkDescriptorSetAllocateInfo *info, VkDescriptorSet *out)
@@ -630,7 +646,10 @@ static VKAPI_ATTR void VKAPI_CALL UpdateDescriptorSets(
     device_of(handle)->UpdateDescriptorSets(handle, writes, write, copies, copy);
 }
 
-/* kp gives each pipeline an empty cache of its own; ours, if it is open, takes its place. */
+/* The pipeline is the last thing that kp's Algorithm constructor makes. If it cannot be made (because
+ * something before it could not) the constructor throws, the destructor never runs, and what it has made
+ * so far is destroyed here. kp gives each pipeline an empty cache of its own; ours, if it is open, takes
+ * its place. */
 static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
     VkDevice handle, VkPipelineCache cache, uint32_t count, const VkComputePipelineCreateInfo *infos,
     const VkAllocationCallbacks *allocator, VkPipeline *out)
@@ -639,11 +658,21 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
     for (uint32_t i = 0; i < count; i++)
         out[i] = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkCreateComputePipelines", 0);
-    if (result != VK_SUCCESS)
+    if (result == VK_SUCCESS)
+        result = keep(d, "vkCreateComputePipelines", 0,
+            d->CreateComputePipelines(handle, d->cache ? d->cache : cache, count, infos, allocator, out));
+    Unfinished u = d->unfinished;
+    memset(&d->unfinished, 0, sizeof d->unfinished);
+    if (result >= 0) {
+        d->counters.pipelines += count;
         return result;
-    result = d->CreateComputePipelines(handle, d->cache ? d->cache : cache, count, infos, allocator, out);
-    d->counters.pipelines += result == VK_SUCCESS ? count : 0;
-    return keep(d, "vkCreateComputePipelines", 0, result);
+    }
+    d->DestroyPipelineCache(handle, u.cache, NULL); /* null is fine for each of these */
+    d->DestroyPipelineLayout(handle, u.layout, NULL);
+    d->DestroyShaderModule(handle, u.shader, NULL);
+    d->DestroyDescriptorSetLayout(handle, u.set_layout, NULL);
+    d->DestroyDescriptorPool(handle, u.pool, NULL);
+    return result;
 }
 
 /* -------------------------------------------------------------------------------------- commands -- */
@@ -868,7 +897,7 @@ static PFN_vkVoidFunction intercepted(const char *name)
     } table[] = {
         OURS(GetInstanceProcAddr), OURS(GetDeviceProcAddr), OURS(CreateInstance), OURS(DestroyInstance),
         OURS(CreateDevice), OURS(DestroyDevice), OURS(CreateBuffer), OURS(GetBufferMemoryRequirements),
-        OURS(AllocateMemory), OURS(FreeMemory), OURS(BindBufferMemory), OURS(MapMemory), OURS(UnmapMemory),
+        OURS(AllocateMemory), OURS(FreeMemory), OURS(BindBufferMemory), OURS(MapMemory),
         OURS(FlushMappedMemoryRanges), OURS(CreateDescriptorPool), OURS(CreateDescriptorSetLayout),
         OURS(AllocateDescriptorSets), OURS(UpdateDescriptorSets), OURS(CreateShaderModule),
         OURS(CreatePipelineLayout), OURS(CreatePipelineCache), OURS(CreateComputePipelines), OURS(CreateFence),
@@ -936,7 +965,6 @@ EXPORT int32_t xinfer_take_failure(uint64_t id, Failure *out)
         return 0;
     *out = d->failure;
     memset(&d->failure, 0, sizeof d->failure);
-    d->orphan = VK_NULL_HANDLE;
     return out->result;
 }
 

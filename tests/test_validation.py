@@ -1,0 +1,127 @@
+"""The tests that use a device, once more under the Khronos validation layer with synchronization
+validation: any message fails.
+
+Each run is a process of its own (tests/validation/driver.py), because the layer is chosen when Vulkan
+starts. It ends with a canary, a hazard made on purpose, so that silence is known to mean something.
+Validation writes its log to a named pipe: it opens the file anew, and empties it, at each instance.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import CI, DEVICES
+
+from validation.driver import CANARY
+from xinfer_vk.vulkan import layer
+
+TESTS = Path(__file__).resolve().parent
+LAYER = "VK_LAYER_KHRONOS_validation"
+MESSAGE = re.compile(r"\[ ?(SYNC|VUID|UNASSIGNED)")
+TIMEOUT_S = 600
+
+# Without the heuristic, newer layers do not look at what shaders access.
+SETTINGS = """\
+khronos_validation.enables = VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT
+khronos_validation.validate_sync = true
+khronos_validation.syncval_shader_accesses_heuristic = true
+khronos_validation.debug_action = VK_DBG_LAYER_ACTION_LOG_MSG
+khronos_validation.log_filename = {log}
+khronos_validation.report_flags = error,warn
+"""
+
+
+def validation_is_installed() -> bool:
+    try:
+        import vulkan as vk
+
+        return LAYER in {p.layerName for p in vk.vkEnumerateInstanceLayerProperties()}
+    except (ImportError, OSError):
+        return False
+
+
+if not validation_is_installed():
+    if CI:
+        raise RuntimeError(f"CI needs {LAYER} (Debian: vulkan-validationlayers)")
+    pytest.skip(f"{LAYER} is not installed", allow_module_level=True)
+if layer.load_library()[0] is None:
+    pytest.skip(
+        "without the companion layer the canary has no barriers to leave out", allow_module_level=True
+    )
+
+
+def run_validated(
+    device: str, index: int, folder: Path, *arguments: str, **environment: str
+) -> tuple[str, str]:
+    """Run pytest with ``arguments`` and the canary under validation: what was reported before the canary,
+    and what since. Fails if pytest did."""
+    log = folder / "validation.log"
+    os.mkfifo(log)
+    (folder / "vk_layer_settings.txt").write_text(SETTINGS.format(log=log), encoding="utf-8")
+    env = {
+        **os.environ,
+        "VK_INSTANCE_LAYERS": LAYER,
+        "VK_LAYER_SETTINGS_PATH": str(folder),
+        "XINFER_VK_TEST_DEVICES": device,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+        **environment,
+    }
+    reported = bytearray()
+    reader = os.open(log, os.O_RDWR)  # also a writer, so that a writer that closes does not end the reading
+
+    def read() -> None:
+        while True:
+            part = os.read(reader, 1 << 16)
+            reported.extend(part)
+            if part.endswith(b"\0"):
+                return
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        command = [sys.executable, str(TESTS / "validation" / "driver.py"), str(log), str(index), *arguments]
+        done = subprocess.run(
+            command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    finally:
+        os.write(reader, b"\0")
+        thread.join()
+        os.close(reader)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    before, separator, since = reported.decode("utf-8", "replace").partition(CANARY)
+    assert separator, "the run ended before its canary"
+    return before, since
+
+
+def messages(log: str) -> list[str]:
+    return [line for line in log.splitlines() if MESSAGE.search(line)]
+
+
+def assert_clean(before: str, since: str) -> None:
+    canary = messages(since)
+    assert canary, f"validation did not report the canary's hazard, so its silence means nothing: {since!r}"
+    assert all("READ-AFTER-WRITE" in message for message in canary), canary
+    found = messages(before)
+    assert not found, f"{len(found)} messages, the first:\n{found[0]}"
+    assert not before.strip(), f"validation said: {before[:2000]}"
+
+
+devices = pytest.mark.parametrize("device", [pytest.param(d, id=d.id) for d in DEVICES])
+
+
+@devices
+def test_the_canary_is_seen_and_nothing_else(device, tmp_path):
+    assert_clean(*run_validated(device.id, device.index, tmp_path))
+
+
+@devices
+@pytest.mark.parametrize("memory", ["unified", "discrete"])
+def test_the_runtime_and_its_failures_are_valid_vulkan(device, memory, tmp_path):
+    arguments = [str(TESTS / "test_runtime.py"), str(TESTS / "test_layer.py")]
+    assert_clean(*run_validated(device.id, device.index, tmp_path, *arguments, XINFER_VK_MEMORY=memory))
