@@ -28,8 +28,9 @@ SMALL |= {"vocab_size": 40, "num_hidden_layers": 1, "head_dim": None}
 MAX_GROWTH_BYTES = 256 << 20  # the models are 50 KB: an allocation for an absurd count shows
 
 HOSTILE_VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e308, "", "x", "F64",
-    "../x", "\0", "\ud800", [], [0], [[]], [1] * 100, {}, {"a": {}}, [None], ["LlamaForCausalLM", 1], "é" * 1000,
+    None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e308,
+    "", "x", "F64", "../x", "\0", "\ud800", "é" * 1000, ["LlamaForCausalLM", 1],
+    [], [0], [[]], [None], [1] * 100, {}, {"a": {}},
 ]  # fmt: skip
 HOSTILE_WORDS = [
     b"\x00",

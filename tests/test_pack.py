@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from model_files import (
     tiny_config,
     write_gguf_model,
     write_hf_model,
+    write_qwen2_5_0_5b,
 )
 
 from xinfer_vk.errors import ModelError
@@ -326,6 +331,41 @@ def test_progress_rises_to_the_whole(tmp_path: Path) -> None:
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (planner.total_bytes, planner.total_bytes)
     assert {total for _, total in seen} == {planner.total_bytes}
+
+
+PEAK_OF_A_LOAD = """
+import sys
+from pathlib import Path
+from test_pack import load
+from xinfer_vk.weights.source import open_model
+
+with open_model(Path(sys.argv[1])) as source:
+    runtime, handles, planner = load(source, range_bytes=128 << 20)
+    peak_kb = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    print(peak_kb * 1024, source.file_bytes, planner.total_bytes, len(handles["embed"][0].parts))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the peak memory")
+def test_a_model_of_qwen2_5_0_5bs_shape_loads_within_its_own_size(tmp_path: Path) -> None:
+    """988 MB of bf16: one copy on the (NumPy) device, and little beside it. Its embedding of 272 MB is
+    three buffers where a buffer holds 128 MiB."""
+    folder = write_qwen2_5_0_5b(tmp_path / "qwen")
+    try:
+        here = Path(__file__).resolve().parent
+        path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK_OF_A_LOAD, str(folder)],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stderr
+    peak, file_bytes, device_bytes, parts = map(int, done.stdout.split())
+    assert file_bytes > 988e6
+    assert device_bytes <= 1.02 * file_bytes
+    assert peak <= 1.3 * file_bytes
+    assert parts == 3
 
 
 def test_nothing_is_left_of_a_closed_model(tmp_path: Path) -> None:

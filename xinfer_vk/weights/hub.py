@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -48,12 +49,9 @@ def resolve_model(text: str, progress: Progress | None = None) -> Path:
     """
     if not text.strip():
         raise UsageError("the model's name is empty: give a directory, a .gguf file or a name on the hub")
-    path = Path(text).expanduser()
-    try:
-        if path.exists():
-            return path
-    except (OSError, ValueError):  # too long for a path, or a NUL in it
-        raise UsageError(f"{quoted(text)} cannot be a model's name") from None
+    path = Path(os.path.expanduser(text))
+    if os.path.exists(path):
+        return path
     if text == DEMO.name:
         return ensure_demo_model(progress)
     file = HUB_FILE.fullmatch(text)
@@ -144,10 +142,11 @@ def _hub_error(hub: Any, name: str, error: Exception) -> DownloadError:
         return DownloadError(f"{name} is not in the hub's cache, and HF_HUB_OFFLINE forbids to fetch it")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return DownloadError(f"{name}: the disk is full: make room, or set HF_HOME to a folder elsewhere")
+    unreachable = isinstance(error, e.LocalEntryNotFoundError)  # what is left of it, when all tries failed
+    reason = "the hub did not answer" if unreachable else f"{type(error).__name__}: {_line(error)}"
     return DownloadError(
-        f"{name} is not in the hub's cache and could not be fetched "
-        f"({type(error).__name__}: {_line(error)}): check the network, or give a model directory or a "
-        ".gguf file"
+        f"{name} is not in the hub's cache and could not be fetched ({reason}): check the network, or give a "
+        "model directory or a .gguf file"
     )
 
 
