@@ -68,7 +68,7 @@ class Loaded:
     def free(self) -> None:
         self.runner.free()
         self.cache.free()
-        self.planner.free()
+        self.planner.free(self.runtime)
 
 
 @pytest.fixture(params=MODELS, ids=lambda p: p.name)

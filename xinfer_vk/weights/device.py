@@ -166,11 +166,15 @@ class WeightPlanner:
             if progress is not None:
                 progress(total, total)
         except BaseException:
-            for arena in arenas:
-                if arena.buffer is not None:
-                    runtime.free(arena.buffer)
-                    arena.buffer = None
+            self.free(runtime)
             raise
+
+    def free(self, runtime: Runtime) -> None:
+        """Give the device memory back."""
+        for arena in (self._params, *self._arenas):
+            if arena.buffer is not None:
+                runtime.free(arena.buffer)
+                arena.buffer = None
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         tensor = self.source.tensors.get(name)
