@@ -112,7 +112,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         return bounded
 
-    def _bounded_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _bounded_test(self, function: Any) -> Callable[..., Any]:
         @wraps(function)
         def bounded(*args: Any) -> Any:
             self.budget.check_test(args)

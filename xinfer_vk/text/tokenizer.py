@@ -7,6 +7,7 @@ and the like): text that people wrote must not.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from itertools import groupby
@@ -232,6 +233,9 @@ class _PlainEncoder:
         # A run of spaces that is not in the model's own vocabulary has another id here.
         contents = {i: owner._added[i].content for i in owner._spaces}
         self._renamed = {self._first.token_to_id(text): i for i, text in contents.items()}
+        # A character that the vocabulary does not have becomes the unknown token; that is not markup.
+        unknown = getattr(owner._backend.model, "unk_token", None)
+        self._banned = owner._markup - {owner.id_of(unknown) if unknown else None}
 
     def _without_markup(self, pre_tokenizer: Any) -> tokenizers.Tokenizer:
         import tokenizers
@@ -253,20 +257,20 @@ class _PlainEncoder:
         ids = owner._run(self._first if at_start else self._later, text).ids
         if self._renamed:
             ids = [self._renamed.get(i, i) for i in ids]
-        if owner._markup.isdisjoint(ids):
+        if self._banned.isdisjoint(ids):
             return ids
         # The merges themselves lead to an added token (it is an ordinary word of the vocabulary).
-        return [part for i in ids for part in (self._spelled(i) if i in owner._markup else [i])]
+        return [part for i in ids for part in (self._spelled(i) if i in self._banned else [i])]
 
     def _spelled(self, token_id: int) -> list[int]:
-        """The tokens of the single bytes of an added token's text."""
+        """The tokens of the single bytes that the model itself takes this token for."""
         ids = []
-        for byte in self._owner.token_bytes(token_id):
+        for byte in self._owner.pieces.to_bytes(self._owner._added[token_id].content):
             model = self._owner._backend.model
             found = model.token_to_id(CHAR_OF_BYTE[byte])
             if found is None:
                 found = model.token_to_id(f"<0x{byte:02X}>")
-            if found is None or found in self._owner._markup:
+            if found is None or found in self._banned:
                 text = self._owner._added[token_id].content
                 raise ModelError(
                     f"{self._owner.where}: the text {quoted(text)} is a token of that name and nothing else: "
@@ -279,8 +283,6 @@ class _PlainEncoder:
 def _without_first_prefix(pre_tokenizer: Any) -> Any:
     """The same pre-tokenizer without the space it puts before a text's first word only, or None when it
     puts none. A piece from the middle of a text must not get that space."""
-    import json
-
     from tokenizers import pre_tokenizers
 
     if pre_tokenizer is None:
