@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
-from xinfer_vk.plan import BufferKind, Plan
+from xinfer_vk.plan import Buffer, BufferKind, Plan
 from xinfer_vk.vulkan import layer
 from xinfer_vk.vulkan.runtime import KomputeRuntime
 
@@ -38,7 +39,7 @@ def fresh(request, device) -> Iterator[KomputeRuntime]:
 def chain(rt, steps=3, words=64):
     """A plan whose every step reads what the step before wrote, its first buffer and its last."""
     buffers = [rt.allocate(f"b{i}", words, BufferKind.RESULT) for i in range(steps + 1)]
-    plan = Plan("chain", tuple(copy_words(a, 0, b, 0, words) for a, b in zip(buffers, buffers[1:])))
+    plan = Plan("chain", tuple(copy_words(a, 0, b, 0, words) for a, b in pairwise(buffers)))
     return plan, buffers[0], buffers[-1]
 
 
@@ -49,7 +50,7 @@ def works(rt) -> bool:
     return bool((rt.read(last, 0, 64) == np.arange(64)).all())
 
 
-# -- barriers ---------------------------------------------------------------------------------------
+# -- barriers -------------------------------------------------------------------------------------
 
 
 def recorded(rt, plan):
@@ -89,7 +90,7 @@ def test_independence_is_not_carried_over_to_another_recording(fresh):
     assert made["barriers_recorded"] == 2
 
 
-# -- features ---------------------------------------------------------------------------------------
+# -- features -------------------------------------------------------------------------------------
 
 
 def test_what_the_device_offers_is_on(fresh):
@@ -101,7 +102,7 @@ def test_the_layer_names_the_device_that_was_opened(fresh):
     assert fresh._layer.uuid == fresh.info.uuid
 
 
-# -- failures -----------------------------------------------------------------------------------------
+# -- failures -------------------------------------------------------------------------------------
 
 CREATIONS = [
     "vkCreateDescriptorPool",
@@ -132,11 +133,11 @@ def test_a_failed_creation_is_an_exception_and_the_device_goes_on(fresh, functio
     assert (fresh.read(last, 0, 64) == np.arange(64)).all()
 
 
-@pytest.mark.parametrize("kind", list(BufferKind))
-@pytest.mark.parametrize("function", ["vkCreateBuffer", "vkAllocateMemory", "vkMapMemory"])
+ALLOCATIONS = [(f, kind) for f in ("vkCreateBuffer", "vkAllocateMemory") for kind in BufferKind]
+
+
+@pytest.mark.parametrize(("function", "kind"), [*ALLOCATIONS, ("vkMapMemory", BufferKind.RESULT)])
 def test_a_failed_allocation_tells_what_was_wanted_and_loses_nothing(fresh, kind, function):
-    if function == "vkMapMemory" and fresh._memory.discrete and kind is not BufferKind.RESULT:
-        pytest.skip("device-only memory is not mapped")
     assert works(fresh)
     before = fresh.counters()["bytes"], fresh.allocated_bytes
     layer.inject(function, 1, OUT_OF_DEVICE_MEMORY)
@@ -147,23 +148,19 @@ def test_a_failed_allocation_tells_what_was_wanted_and_loses_nothing(fresh, kind
 
 
 @invalid_on_purpose
-def test_an_allocation_the_driver_refuses_is_an_exception_not_a_crash(fresh):
-    """More than the driver gives at once, past the checks that would have refused it before."""
-    words = fresh.info.max_allocation_bytes // 4 + (1 << 20)
-    if words * 4 >= 1 << 32:
+def test_an_allocation_the_driver_refuses_is_an_exception_not_a_crash(device):
+    """More than the driver says it gives at once, past the check that would have refused it before. Kompute
+    alone crashes there. (A driver may give it all the same: lavapipe does.)"""
+    size = device.info.max_allocation_bytes + (1 << 22)
+    if size >= 1 << 32:
         pytest.skip("Kompute cannot ask for more than the device gives")
-    info = dataclasses.replace(fresh.info, max_allocation_bytes=1 << 40, max_storage_range_bytes=1 << 40)
-    kind = BufferKind.SCRATCH
-    fresh._memory._info = dataclasses.replace(
-        info, heaps=tuple(dataclasses.replace(h, size_bytes=1 << 40, free_bytes=None) for h in info.heaps)
-    )
-    if not fresh._memory.discrete:
-        pytest.skip("mapping that much would take the machine's memory if the driver gave it")
-    with pytest.raises((OutOfMemoryError, DeviceError), match="'huge'"):
-        buffer = fresh.allocate("huge", words, kind)
-        fresh.free(buffer)
-        raise OutOfMemoryError("'huge': this driver gives more than it says")
-    assert works(fresh)
+    with KomputeRuntime(device.info, memory="discrete") as rt:
+        buffer = Buffer("huge", size // 4, BufferKind.SCRATCH)
+        try:
+            rt._memory._make(buffer, mapped=False)  # device-only memory, which nothing touches
+        except DeviceError as error:
+            assert "making buffer 'huge'" in str(error)
+        assert works(rt)
 
 
 def test_a_failed_submit_does_not_wait_for_ever(fresh):
@@ -213,7 +210,9 @@ def test_another_failure_names_the_function_and_the_result(fresh):
 
 def test_faults_can_be_planted_through_the_environment(device):
     code = (
-        "import sys; from xinfer_vk.vulkan.runtime import open_runtime; from xinfer_vk.plan import BufferKind\n"
+        "import sys\n"
+        "from xinfer_vk.vulkan.runtime import open_runtime\n"
+        "from xinfer_vk.plan import BufferKind\n"
         "from xinfer_vk.errors import OutOfMemoryError\n"
         "with open_runtime(sys.argv[1]) as rt:\n"
         "    rt.allocate('first', 8, BufferKind.RESULT)\n"
@@ -233,7 +232,7 @@ def test_a_wrong_fault_in_the_environment_is_named(device, monkeypatch):
         KomputeRuntime(device.info)
 
 
-# -- counters and times -------------------------------------------------------------------------------
+# -- counters and times ---------------------------------------------------------------------------
 
 
 def test_counters_follow_memory_up_and_down(fresh):
@@ -292,7 +291,7 @@ def test_times_of_an_untimed_plan_are_refused(fresh):
         prepared.times_ns()
 
 
-# -- being switched on --------------------------------------------------------------------------------
+# -- being switched on ----------------------------------------------------------------------------
 
 
 def test_the_environment_is_as_it_was_after_opening(device, monkeypatch):

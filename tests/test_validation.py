@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from conftest import CI, DEVICES
-
 from validation.driver import CANARY
+
 from xinfer_vk.vulkan import layer
 
 TESTS = Path(__file__).resolve().parent

@@ -245,11 +245,9 @@ def choose_device(wanted: str | None = None, devices: Sequence[DeviceInfo] | Non
     # of several CPU devices, the one that computes on wider vectors
     device = min(usable, key=lambda d: (PREFERENCE.index(d.type), -d.subgroup_size * d.is_cpu, d.index))
     if device.is_cpu:
-        notices.append(
-            f"using {device.name}, which runs on the CPU: no GPU with a working Vulkan driver was found"
-            if len(usable) == len([d for d in devices if d.is_cpu])
-            else f"using {device.name}, which runs on the CPU: no GPU here can be used"
-        )
+        gpus = any(not d.is_cpu for d in devices)
+        why = "no GPU here can be used" if gpus else "no GPU with a working Vulkan driver was found"
+        notices.append(f"using {device.name}, which runs on the CPU: {why}")
     if device.warning:
         notices.append(device.warning)
     return Choice(device, tuple(notices))
@@ -283,7 +281,7 @@ def _others(device: DeviceInfo, devices: Sequence[DeviceInfo]) -> str:
     return f"; use --device {' or '.join([*usable, NUMPY])}"
 
 
-# -- asking Vulkan ----------------------------------------------------------------------------------
+# -- asking Vulkan --------------------------------------------------------------------------------
 
 
 def _import_vulkan() -> Any:

@@ -64,7 +64,7 @@ class DeviceMemory:
         self._heap_bytes: dict[int | None, int] = {}
         self.bytes = self.peak_bytes = 0
 
-    # -- making and freeing ---------------------------------------------------------------------
+    # -- making and freeing -----------------------------------------------------------------------
 
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
         """A buffer of ``words``; zero if it is mapped, anything if it is not (see :meth:`view`).

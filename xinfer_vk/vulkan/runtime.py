@@ -129,7 +129,7 @@ class KomputeRuntime:
             "pipelines": layer.get("pipelines", self._programs.made),
         }
 
-    # -- buffers ------------------------------------------------------------------------------------
+    # -- buffers ----------------------------------------------------------------------------------
 
     def require_free(self, needed_bytes: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
         """Raise :class:`OutOfMemoryError`, naming ``what``, unless that much memory for buffers of that
@@ -184,7 +184,7 @@ class KomputeRuntime:
             return view[offset : offset + count].copy()
         return self._transfers.download(buffer, offset, count)
 
-    # -- plans ----------------------------------------------------------------------------------------
+    # -- plans ------------------------------------------------------------------------------------
 
     def prepare(
         self, plan: Plan, *, progress: CompileProgress | None = None, timed: bool = False
@@ -230,7 +230,7 @@ class KomputeRuntime:
                 copies.append(copy_words(twin, 0, state, 0, state.words))
         return copies
 
-    # -- life -------------------------------------------------------------------------------------------
+    # -- life -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give everything back: recorded plans, pipelines, buffers, the device, in this order. The
