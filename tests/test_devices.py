@@ -19,8 +19,10 @@ from xinfer_vk.vulkan.devices import (
     MemoryHeap,
     MemoryType,
     available_host_bytes,
+    check_opens,
     choose_device,
     list_devices,
+    vulkan_instance,
 )
 
 GIB = 1 << 30
@@ -289,6 +291,34 @@ def test_a_probed_device_is_told_completely(device):
     assert info.max_storage_range_bytes >= 128 << 20
     assert info.uuid != "00" * 16
     assert not info.rejected
+
+
+def test_a_device_is_tried_before_kompute_gets_it(device):
+    check_opens(device.info)
+    with pytest.raises(DeviceError, match=r"cannot open device 99 .*there are \d+ now"):
+        check_opens(replace(device.info, index=99))
+
+
+def test_a_device_that_does_not_open_is_an_error_and_not_a_crash(device, monkeypatch):
+    import vulkan as vk
+
+    from xinfer_vk.vulkan.runtime import KomputeRuntime
+
+    def refuse(*arguments):
+        raise vk.VkErrorInitializationFailed
+
+    monkeypatch.setattr(vk, "vkCreateDevice", refuse)
+    with pytest.raises(DeviceError, match=r"its driver .* says VkErrorInitializationFailed"):
+        KomputeRuntime(replace(device.info, type="discrete"))
+
+
+def test_an_instance_within_another_is_the_same(device):
+    with vulkan_instance() as (_, outer):
+        with vulkan_instance() as (_, inner):
+            assert inner is outer
+        assert [d.name for d in list_devices()] == [d.name for d in list_devices()]
+    with vulkan_instance() as (_, after):
+        assert after is not outer
 
 
 def test_importing_the_package_does_not_import_vulkan_or_kompute():

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -197,6 +199,44 @@ def _reclaimable_bytes(limit_file: str) -> int:
 
 def list_devices() -> list[DeviceInfo]:
     """Every Vulkan device, in the loader's order. Raises :class:`DeviceError` when there is none."""
+    with vulkan_instance() as (vk, found):
+        return [_probe(vk, physical, index) for index, physical in enumerate(found)]
+
+
+def check_opens(info: DeviceInfo) -> None:
+    """Open a device for compute work as Kompute will, and close it: where this fails Kompute would crash.
+    Raises :class:`DeviceError`."""
+    with vulkan_instance() as (vk, found):
+        if info.index >= len(found):
+            raise DeviceError(f"cannot open device {info.index} ({info.name}): there are {len(found)} now")
+        physical = found[info.index]
+        families = vk.vkGetPhysicalDeviceQueueFamilyProperties(physical)
+        family = next(i for i, f in enumerate(families) if f.queueFlags & _QUEUE_COMPUTE)
+        queue = vk.VkDeviceQueueCreateInfo(queueFamilyIndex=family, queueCount=1, pQueuePriorities=[1.0])
+        try:
+            device = vk.vkCreateDevice(physical, vk.VkDeviceCreateInfo(pQueueCreateInfos=[queue]), None)
+        except (vk.VkError, vk.VkException) as error:
+            raise DeviceError(
+                f"cannot open {info.name}: its driver ({info.driver}) says {type(error).__name__}; "
+                "look whether another program holds it, or use another --device"
+            ) from error
+        vk.vkDestroyDevice(device, None)
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def vulkan_instance() -> Iterator[tuple[Any, list[Any]]]:
+    """The package ``vulkan`` and the physical devices of an instance, which lives as long as this lasts.
+
+    Inside another one in the same thread it is that one again: loading the drivers is most of the cost.
+    Raises :class:`DeviceError` when there is no loader, no driver or no device.
+    """
+    current = getattr(_thread, "current", None)
+    if current is not None:
+        yield current
+        return
     vk = _import_vulkan()
     application = vk.VkApplicationInfo(pApplicationName="xinfer-vk", apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
     try:
@@ -205,28 +245,26 @@ def list_devices() -> list[DeviceInfo]:
         raise DeviceError(f"{NO_DRIVER} ({type(error).__name__})") from error
     try:
         try:
-            found = vk.vkEnumeratePhysicalDevices(instance)
+            found = list(vk.vkEnumeratePhysicalDevices(instance))
         except (vk.VkError, vk.VkException) as error:
             raise DeviceError(f"{NO_DRIVER} ({type(error).__name__})") from error
         if not found:
             raise DeviceError(NO_DRIVER)
-        return [_probe(vk, physical, index) for index, physical in enumerate(found)]
+        _thread.current = (vk, found)
+        yield vk, found
     finally:
+        _thread.current = None
         vk.vkDestroyInstance(instance, None)
 
 
 def choose_device(wanted: str | None = None, devices: Sequence[DeviceInfo] | None = None) -> Choice:
     """The device that ``wanted`` means: an index, a part of a name (in any case), "numpy", or, when it is
-    None or empty, what ``XINFER_VK_DEVICE`` says, else the first discrete GPU, then integrated,
-    virtual, CPU.
+    None or empty, what ``XINFER_VK_DEVICE`` says, else the first discrete GPU, then integrated, virtual, CPU.
 
     Raises :class:`UsageError` for a name or index that fits no device or several, and
     :class:`DeviceError` when there is no usable device or the one asked for cannot be used.
     """
-    source = "--device"
-    if not wanted:
-        wanted, source = os.environ.get("XINFER_VK_DEVICE", ""), "XINFER_VK_DEVICE"
-    wanted = wanted.strip()
+    wanted, source = _wanted(wanted)
     if wanted.lower() == NUMPY:
         return Choice(None)
     devices = list_devices() if devices is None else devices
@@ -251,6 +289,18 @@ def choose_device(wanted: str | None = None, devices: Sequence[DeviceInfo] | Non
     if device.warning:
         notices.append(device.warning)
     return Choice(device, tuple(notices))
+
+
+def _wanted(wanted: str | None) -> tuple[str, str]:
+    """What is asked for ("" if nothing), and by what."""
+    if wanted and wanted.strip():
+        return wanted.strip(), "--device"
+    return os.environ.get("XINFER_VK_DEVICE", "").strip(), "XINFER_VK_DEVICE"
+
+
+def wants_numpy(wanted: str | None) -> bool:
+    """Whether :func:`choose_device` would answer without asking Vulkan."""
+    return _wanted(wanted)[0].lower() == NUMPY
 
 
 def _named(wanted: str, devices: Sequence[DeviceInfo], source: str) -> DeviceInfo:

@@ -21,7 +21,14 @@ from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
 from xinfer_vk.plan import Buffer, BufferKind, Plan, Step
 from xinfer_vk.vulkan import layer as companion
-from xinfer_vk.vulkan.devices import DeviceInfo, choose_device, list_devices
+from xinfer_vk.vulkan.devices import (
+    DeviceInfo,
+    check_opens,
+    choose_device,
+    list_devices,
+    vulkan_instance,
+    wants_numpy,
+)
 from xinfer_vk.vulkan.guard import Guard
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.memory import DeviceMemory
@@ -45,14 +52,16 @@ def open_runtime(
     The other arguments are :class:`KomputeRuntime`'s. Raises :class:`UsageError` for a device that does
     not exist and :class:`DeviceError` for one that cannot be used.
     """
-    choice = choose_device(device)
-    if choice.device is None:
+    if wants_numpy(device):
         from xinfer_vk.reference import NumpyRuntime
 
         return NumpyRuntime()
-    return KomputeRuntime(
-        choice.device, notices=choice.notices, memory=memory, steps_per_submit=steps_per_submit
-    )
+    with vulkan_instance():  # so that the drivers stay loaded between looking and opening
+        choice = choose_device(device)
+        assert choice.device is not None, "NumPy was chosen above"
+        return KomputeRuntime(
+            choice.device, notices=choice.notices, memory=memory, steps_per_submit=steps_per_submit
+        )
 
 
 class KomputeRuntime:
@@ -86,7 +95,10 @@ class KomputeRuntime:
         self._counts = RunCounts()
         self._plans: weakref.WeakSet[RecordedPlan] = weakref.WeakSet()
 
-        self._manager, self._layer, layer_notice = _open_manager(self.info)
+        with vulkan_instance():
+            if not self.info.is_cpu:  # a CPU device has nothing that could keep it from opening
+                check_opens(self.info)
+            self._manager, self._layer, layer_notice = _open_manager(self.info)
         _close_at_exit(self)
         self.notices: tuple[str, ...] = (*notices, layer_notice) if layer_notice else tuple(notices)
         self.profile = self.info.profile(self._layer.features if self._layer else frozenset())
@@ -303,7 +315,7 @@ def _check_range(buffer: Buffer, offset: int, count: int) -> None:
 def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, str]:
     """A Kompute manager on a device, with the companion layer if it can be had, else with a notice why not.
 
-    The caller has probed the device: kp aborts the process when there is no driver. A loader that does
+    The caller has made sure that the device opens: kp would abort or crash. A loader that does
     not know the layer's variables ignores them silently, so what counts is whether the layer answers.
     """
     kp = kompute()
