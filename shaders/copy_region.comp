@@ -1,5 +1,5 @@
 // Writes the keys and values of a batch's tokens into their slots of the paged KV cache, as f32 or
-// rounded to f16 pairs (packHalf2x16 rounds to nearest, ties to even).
+// rounded to f16 pairs.
 //
 // An invocation writes one word of the key and the same word of the value of one token: dims 2 e and
 // 2 e + 1 in f16. No word holds parts of two tokens, so nothing is read back and nobody races. Reads
@@ -25,6 +25,9 @@ layout(push_constant) uniform Push {
     uint kv_heads;
     uint vector_words; // of one head's key or value
 } p;
+#ifdef KV_F16
+#include "half.glsl"
+#endif
 
 void main() {
     const uint word = gl_GlobalInvocationID.x, token = gl_WorkGroupID.y; // word: [kv_heads][vector_words]
@@ -38,8 +41,8 @@ void main() {
 #ifdef KV_F16
     const uint from_k = p.k_offset + token * p.k_stride + word * 2u;
     const uint from_v = p.v_offset + token * p.v_stride + word * 2u;
-    cache[key] = packHalf2x16(vec2(k[from_k], k[from_k + 1u]));
-    cache[value] = packHalf2x16(vec2(v[from_v], v[from_v + 1u]));
+    cache[key] = half_pair(k[from_k], k[from_k + 1u]);
+    cache[value] = half_pair(v[from_v], v[from_v + 1u]);
 #else
     cache[key] = floatBitsToUint(k[p.k_offset + token * p.k_stride + word]);
     cache[value] = floatBitsToUint(v[p.v_offset + token * p.v_stride + word]);

@@ -1,0 +1,128 @@
+"""Cases of attention: head shapes, cache formats, ragged batches, chunks, splits, and NaN where it must
+not be looked at."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xinfer_vk.kernels.attention import attention, exchange, partial_words, query_tile
+from xinfer_vk.kernels.base import Ref
+from xinfer_vk.plan import DeviceProfile, Step
+from xinfer_vk.selftest.batch import Batch, filled_cache
+from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
+
+ATTENTION = Tolerance(
+    1e-5, 2e-6, "means of normal numbers, weighted by exp of f32 dot products up to about 8"
+)
+LARGE = Tolerance(
+    2e-3, 0.0, "scores up to about 1000, whose f32 rounding of some 1e-4 is the relative error of a weight"
+)
+EVERY_CLASS = ("", "without subgroup operations", "as on a GPU")
+
+
+def _attention(
+    kv_dtype: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    sequences: tuple[tuple[int, int], ...],
+    rows: int,
+    *,
+    max_context: int = 0,
+    query_scale: float = 1.0,
+    rising: bool = False,
+    nan_at_last: bool = False,
+) -> Build:
+    """``max_context``: of the plan, more than what the sequences need. ``rising``: later keys fit the
+    queries better, so the running maximum moves in every block. ``nan_at_last``: the last token of each
+    sequence has NaN keys and values, which only its own row may see."""
+
+    def build(bench: Bench) -> list[Step]:
+        P = bench.profile
+        batch = Batch(sequences, rows, tile=query_tile(P, head_dim))
+        rng = np.random.default_rng(head_dim * heads)
+        lengths = [past + new for past, new in sequences]
+        direction = rng.standard_normal(head_dim)
+        keys = [rng.standard_normal((n, kv_heads, head_dim)) for n in lengths]
+        values = [rng.standard_normal((n, kv_heads, head_dim)) for n in lengths]
+        if rising:
+            keys = [k + np.linspace(0, 3, len(k))[:, None, None] * direction for k in keys]
+        if nan_at_last:
+            for some in (*keys, *values):
+                some[-1] = np.nan
+        q_stride, out_stride = heads * head_dim + 9, heads * head_dim + 2
+        queries = rng.standard_normal((batch.tokens, heads * head_dim)) * query_scale
+        if rising:
+            queries += np.tile(direction, heads)
+        padded = np.full((rows, q_stride), np.nan, np.float32)
+        padded[: batch.tokens, : heads * head_dim] = queries
+        q = bench.filled("q", np.full(5 + padded.size, np.nan, np.float32))
+        bench.write(q, 5, padded)
+        cache = filled_cache(bench, batch, kv_dtype, kv_heads, head_dim, keys, values)
+        out = bench.buffer("out", 3 + rows * out_stride)
+        context = max_context or batch.max_context
+        words = partial_words(P, rows, heads, head_dim, context)
+        partials = bench.buffer("partials", 4 + words)
+        return attention(
+            P, kv_dtype, Ref(q, 5), q_stride, Ref(out, 3), out_stride, cache.buffer, cache.k_offset,
+            cache.v_offset, heads, kv_heads, head_dim, rows, context, batch.state_buffer(bench),
+            Ref(partials, 4),
+        )  # fmt: skip
+
+    return build
+
+
+PREFILL = ((0, 33), (40, 7), (31, 1), (0, 1), (63, 2))  # chunks that begin and end anywhere
+DECODE = ((0, 1), (31, 1), (32, 1), (257, 1), (64, 1))
+
+
+def _always(P: DeviceProfile) -> bool:
+    return True
+
+
+def _shares_anyway(P: DeviceProfile) -> bool:
+    """Devices whose own variant is the one with barriers. lavapipe takes 10 s to compile it for large
+    head dims: tests run it there for small ones."""
+    return exchange(P) == "shared"
+
+
+def _cases() -> list[Case]:
+    cases: list[Case] = []
+    shapes = (  # kv dtype, heads, KV heads, head dim, in the user's selftest
+        ("f16", 9, 3, 64, True), ("f32", 9, 3, 64, True), ("f16", 14, 2, 64, True),
+        ("f16", 4, 4, 32, False), ("f16", 8, 1, 128, True), ("f32", 8, 1, 128, False),
+        ("f16", 5, 1, 80, False), ("f32", 2, 1, 96, False), ("f16", 4, 1, 256, True),
+        ("f16", 3, 1, 34, True), ("f32", 7, 7, 18, False), ("f32", 3, 3, 2, False),
+    )  # fmt: skip
+    for kv_dtype, heads, kv_heads, head_dim, quick in shapes:
+        shape = f"{kv_dtype}, {heads}/{kv_heads} heads of {head_dim}"
+        classes = EVERY_CLASS if head_dim in (2, 34, 128) or (heads == 9 and kv_dtype == "f16") else ("",)
+        applies = _shares_anyway if head_dim == 128 else _always
+        for what, sequences, rows in (("prefill", PREFILL, 48), ("decode", DECODE, 8)):
+            build = _attention(kv_dtype, heads, kv_heads, head_dim, sequences, rows)
+            name = f"{what}, {shape}"
+            cases += kernel_cases(
+                "attention", name, build, ATTENTION, classes=classes, quick=quick, applies=applies
+            )
+    for kv_dtype in ("f16", "f32"):
+        build = _attention(kv_dtype, 3, 1, 64, ((2100, 1), (0, 1), (700, 1)), 4, max_context=4096)
+        name = f"decode split for a context of 4096, {kv_dtype}"
+        also = ("as on a GPU",) if kv_dtype == "f16" else ()
+        cases += kernel_cases("attention", name, build, ATTENTION, classes=("", *also))
+    build = _attention("f16", 3, 1, 64, ((4095, 1),), 1, max_context=4096)
+    cases += kernel_cases("attention", "decode at position 4095, f16", build, ATTENTION, quick=False)
+    one_long = _attention("f16", 3, 1, 64, ((0, 257),), 512)
+    cases += kernel_cases("attention", "one chunk of 257 of 512 rows, f16", one_long, ATTENTION, quick=False)
+    many = _attention("f16", 3, 1, 64, tuple((i, 1) for i in range(40)), 64)
+    cases += kernel_cases("attention", "40 sequences in one batch, f16", many, ATTENTION, quick=False)
+    for what, sequences, rows in (("prefill", PREFILL, 48), ("decode", DECODE, 8)):
+        build = _attention("f32", 3, 1, 64, sequences, rows, query_scale=30.0, rising=True)
+        cases += kernel_cases("attention", f"{what}, scores up to 1000, f32", build, LARGE)
+        build = _attention("f16", 3, 1, 64, sequences, rows, nan_at_last=True)
+        name = f"{what}, NaN in the last token of each sequence, f16"
+        views = {"partials": "any"}  # max(x, NaN) is x or NaN, by device; what is joined is NaN either way
+        cases += kernel_cases("attention", name, build, ATTENTION, classes=EVERY_CLASS, views=views)
+    return cases
+
+
+CASES = _cases()

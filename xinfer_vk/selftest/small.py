@@ -1,0 +1,240 @@
+"""Cases of the kernels that move little data: RMSNorm, RoPE, KV copy, SwiGLU, argmax."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xinfer_vk.kernels import kv
+from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
+from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.copy_region import copy_kv
+from xinfer_vk.kernels.copy_words import copy_words
+from xinfer_vk.kernels.rmsnorm import rmsnorm
+from xinfer_vk.kernels.rope import rope, rope_table
+from xinfer_vk.kernels.swiglu import swiglu
+from xinfer_vk.plan import BufferKind, Step
+from xinfer_vk.selftest.batch import SPARE_BLOCKS, Batch
+from xinfer_vk.selftest.case import EXACT, Bench, Build, Case, Tolerance, kernel_cases
+
+OWN_AND_GPU = ("", "as on a GPU")
+
+
+def _rows(rng: np.random.Generator, rows: int, dim: int, stride: int, scale: float = 1.0) -> np.ndarray:
+    """[rows, stride] of NaN with normal numbers in the first ``dim`` columns."""
+    data = np.full((rows, stride), np.nan, np.float32)
+    data[:, :dim] = rng.standard_normal((rows, dim)) * scale
+    return data
+
+
+# -- copy_words --------------------------------------------------------------------------------------
+
+
+def _copy_words(count: int) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        words = np.random.default_rng(count).integers(0, 1 << 32, count + 7, np.uint32)
+        source = bench.filled("source", words, BufferKind.WEIGHTS)
+        target = bench.buffer("target", count + 9)
+        return [copy_words(source, 5, target, 3, count)]
+
+    return build
+
+
+# -- rmsnorm -----------------------------------------------------------------------------------------
+
+RMSNORM = Tolerance(
+    1e-6, 4e-6, "a sum of up to 4864 squares in f32 by at least 8 lanes, a square root, three products"
+)
+
+
+def _rmsnorm(dim: int, used: int, rows: int, scale: float = 1.0, gather: bool = False) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(dim)
+        outputs = tuple(int(i) for i in rng.permutation(used)[: max(1, used // 2)]) if gather else ()
+        x_stride, y_stride = dim + 3, dim + 5
+        batch = Batch(((0, used),), used, outputs=outputs)
+        state = batch.state_buffer(bench)
+        x = bench.filled("x", np.full(4 + max(rows, used) * x_stride, np.nan, np.float32))
+        bench.write(x, 4, _rows(rng, used, dim, x_stride, scale))
+        weight = bench.filled("weight", rng.standard_normal(dim + 2).astype(np.float32), BufferKind.WEIGHTS)
+        y = bench.buffer("y", 2 + rows * y_stride)
+        return rmsnorm(
+            bench.profile, Ref(x, 4), x_stride, Ref(weight, 2), Ref(y, 2), y_stride, dim, 1e-5, rows, state,
+            gather,
+        )  # fmt: skip
+
+    return build
+
+
+# -- rope --------------------------------------------------------------------------------------------
+
+ROPE = Tolerance(1e-6, 1e-6, "two products and a sum of numbers up to about 5 in f32, perhaps fused")
+
+
+def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(head_dim)
+        stride = heads * head_dim + 7
+        x = bench.filled("x", np.full(3 + batch.rows * stride, np.nan, np.float32))
+        bench.write(x, 3, _rows(rng, batch.tokens, heads * head_dim, stride))
+        inv_freq = 10000.0 ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
+        table = bench.buffer("table", 5 + batch.max_context * rotary_dim, BufferKind.WEIGHTS)
+        bench.write(table, 5, rope_table(inv_freq, batch.max_context))
+        state = batch.state_buffer(bench)
+        return rope(
+            bench.profile, Ref(x, 3), stride, heads, head_dim, rotary_dim, Ref(table, 5), batch.rows, state
+        )
+
+    return build
+
+
+# -- copy_region -------------------------------------------------------------------------------------
+
+# Ties to even, both neighbours of ties, the largest and smallest f16, subnormals, what overflows.
+HALF_EDGES = np.array(
+    [
+        1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, 1 + 2**-11 - 2**-20, 65504, 65519.996, 65520, 1e30,
+        2**-14, 2**-14 - 2**-25, 2**-15 + 2**-25, 2**-24, 2**-25, 2**-25 + 2**-40, 1.5 * 2**-24, 1e-30, 0.0,
+        np.inf, np.nan, -0.0, -1 - 2**-11, -65520, -(2**-24), -np.inf,
+    ],
+    np.float32,
+)  # fmt: skip
+
+
+def _copy_region(kv_dtype: str, kv_heads: int, head_dim: int, batch: Batch) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(kv_heads)
+        dims = kv_heads * head_dim
+        k_stride, v_stride = dims + 5, dims + 3
+        k = bench.filled("k", np.full(2 + batch.rows * k_stride, np.nan, np.float32))
+        bench.write(k, 2, _rows(rng, batch.tokens, dims, k_stride))
+        v = bench.filled("v", np.full(1 + batch.rows * v_stride, np.nan, np.float32))
+        values = _rows(rng, batch.tokens, dims, v_stride)
+        values[0, :dims] = np.resize(HALF_EDGES, dims)
+        bench.write(v, 1, values)
+        region = batch.blocks * kv_heads * kv.vector_words(kv_dtype, head_dim) * 32
+        cache = bench.buffer("cache", 4 + 2 * region, BufferKind.KV)
+        state = batch.state_buffer(bench)
+        return copy_kv(
+            bench.profile, kv_dtype, Ref(k, 2), k_stride, Ref(v, 1), v_stride, cache, 4, 4 + region, kv_heads,
+            head_dim, batch.rows, state,
+        )  # fmt: skip
+
+    return build
+
+
+# -- swiglu ------------------------------------------------------------------------------------------
+
+SWIGLU = Tolerance(
+    1e-30, 3e-5, "exp of up to 88 may be off by 2 * 88 + 3 units in the last place (Vulkan's limit): 2e-5"
+)
+
+
+def _swiglu(dim: int, used: int, rows: int) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(dim)
+        strides = dim + 1, dim + 2, dim + 3
+        gate = bench.filled("gate", np.full(3 + rows * strides[0], np.nan, np.float32))
+        some = _rows(rng, used, dim, strides[0], 8.0)
+        edges = np.array([0.0, -0.0, 87.0, -87.0, 1e4, -1e4, 3e38, -3e38, -88.5, 1e-38], np.float32)
+        some[0, : min(dim, edges.size)] = edges[:dim]
+        bench.write(gate, 3, some)
+        up = bench.filled("up", np.full(2 + rows * strides[1], np.nan, np.float32))
+        bench.write(up, 2, np.clip(_rows(rng, used, dim, strides[1]), -1, 1))
+        y = bench.buffer("y", 1 + rows * strides[2])
+        state = Batch(((0, used),), rows).state_buffer(bench)
+        return swiglu(bench.profile, Ref(gate, 3), Ref(up, 2), Ref(y, 1), *strides, dim, rows, state)
+
+    return build
+
+
+# -- argmax ------------------------------------------------------------------------------------------
+
+
+def logits_of_every_kind(n: int) -> np.ndarray:
+    """Rows [9, n] that an argmax could get wrong."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((9, n)).astype(np.float32)
+    x[1, rng.integers(n)] = 50.0  # one clear winner
+    x[2] = rng.integers(0, 3, n)  # ties everywhere
+    x[3] = -np.inf  # nothing is larger than the first
+    x[4, rng.integers(n)] = np.nan
+    x[5] = -np.abs(x[5]) - 1.0  # all negative
+    x[6] = np.where(rng.integers(0, 2, n), 0.0, -0.0)  # equal, whatever the sign
+    x[7, n - 1] = np.inf
+    x[8] = np.nan
+    x[8, 0] = np.inf
+    return x
+
+
+def _argmax(n: int) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        logits = logits_of_every_kind(n)
+        used, stride = len(logits), n + 3
+        rows = used + 2
+        x = bench.filled("x", np.full(6 + rows * stride, np.nan, np.float32))
+        padded = np.full((used, stride), np.inf, np.float32)  # beyond the row: not to be looked at
+        padded[:, :n] = logits
+        bench.write(x, 6, padded)
+        partials = bench.buffer("partials", 2 + argmax_partial_words(bench.profile, n, rows))
+        result = bench.buffer("result", rows + 1, BufferKind.RESULT)
+        state = Batch(((0, used),), rows, outputs=tuple(range(used))).state_buffer(bench)
+        return argmax(bench.profile, Ref(x, 6), stride, n, rows, Ref(result, 1), Ref(partials, 2), state)
+
+    return build
+
+
+# -- the list ----------------------------------------------------------------------------------------
+
+RAGGED = Batch(((0, 3), (31, 33), (7, 1), (64, 5)), rows=48)
+
+
+def _cases() -> list[Case]:
+    cases: list[Case] = []
+    for count in (1, 3, 257, 70001):
+        name, views = f"{count} words", {"source": "u32", "target": "u32"}
+        cases += kernel_cases("copy_words", name, _copy_words(count), EXACT, views=views, quick=count != 3)
+    for dim, used, rows, quick in (
+        (1, 1, 1, False), (3, 2, 4, False), (7, 7, 8, False), (31, 1, 2, False), (33, 3, 3, True),
+        (63, 2, 2, False), (65, 5, 8, False), (257, 3, 4, False), (576, 1, 1, True), (896, 31, 32, True),
+        (4864, 2, 2, True),
+    ):  # fmt: skip
+        name = f"{dim} dims, {used} of {rows} rows"
+        cases += kernel_cases(
+            "rmsnorm", name, _rmsnorm(dim, used, rows), RMSNORM, classes=OWN_AND_GPU, quick=quick
+        )
+    for name, build in (
+        ("large values", _rmsnorm(577, 3, 4, scale=1e15)),
+        ("tiny values", _rmsnorm(577, 3, 4, scale=1e-12)),
+        ("gathered rows", _rmsnorm(65, 33, 33, gather=True)),
+    ):
+        cases += kernel_cases("rmsnorm", name, build, RMSNORM, classes=OWN_AND_GPU)
+    for heads, head_dim, rotary_dim, batch, quick in (
+        (1, 2, 2, Batch(((0, 1),), 1), False), (3, 64, 64, Batch(((100, 7),), 8), True),
+        (12, 64, 64, RAGGED, True), (5, 80, 32, RAGGED, True), (7, 34, 34, Batch(((8000, 3),), 4), True),
+        (9, 128, 128, Batch(((0, 1),), 1), False), (2, 256, 128, RAGGED, False),
+    ):  # fmt: skip
+        name = f"{heads} heads of {head_dim}, {rotary_dim} turned, {batch.tokens} of {batch.rows} rows"
+        build = _rope(heads, head_dim, rotary_dim, batch)
+        cases += kernel_cases("rope", name, build, ROPE, classes=OWN_AND_GPU, quick=quick)
+    for kv_dtype in ("f32", "f16"):
+        for kv_heads, head_dim, batch, quick in (
+            (1, 2, Batch(((0, 1),), 1), False), (3, 64, RAGGED, True), (7, 34, RAGGED, True),
+            (2, 128, Batch(((31, 1), (32, 1)), 2), False), (1, 256, Batch(((5, 63),), 64), False),
+        ):  # fmt: skip
+            name = f"{kv_dtype}, {kv_heads} heads of {head_dim}, {batch.tokens} of {batch.rows} tokens"
+            build = _copy_region(kv_dtype, kv_heads, head_dim, batch)
+            cases += kernel_cases("copy_region", name, build, EXACT, views={"cache": kv_dtype}, quick=quick)
+    for dim, used, rows in ((1, 1, 1), (7, 3, 4), (65, 5, 8), (1537, 3, 4)):
+        name = f"{dim} dims, {used} of {rows} rows"
+        cases += kernel_cases("swiglu", name, _swiglu(dim, used, rows), SWIGLU, quick=dim > 64)
+    for n in (1, 3, 7, 31, 33, 63, 65, 257, 49152, 151936, 262144):
+        views = {"partials": "u32", "result": "u32"}
+        quick = n in (33, 257, 151936)
+        cases += kernel_cases(
+            "argmax", f"{n} values", _argmax(n), EXACT, views=views, classes=OWN_AND_GPU, quick=quick
+        )
+    return cases
+
+
+assert SPARE_BLOCKS  # the caches above have slots that nothing writes
+CASES = _cases()

@@ -1,0 +1,116 @@
+"""Cases of the kernels that read weights: embedding and matrix products, in every format."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from xinfer_vk.kernels.base import Part, Ref, ceil_div
+from xinfer_vk.kernels.embed import embed
+from xinfer_vk.kernels.layout import BLOCK, FORMATS, ROWS, row_words, scale_words
+from xinfer_vk.kernels.matmul import linear
+from xinfer_vk.plan import BufferKind, Step
+from xinfer_vk.selftest.batch import Batch
+from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
+
+EMBED = Tolerance(0.0, 2e-7, "a weight is decoded with at most two roundings, and scaled with a third")
+PRODUCT = Tolerance(
+    2e-4, 1e-5, "sums of 288 products whose absolute values add up to about 100; a wrong nibble changes 1e-2"
+)
+
+
+def random_words(fmt: str, rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
+    """A matrix in the x8 layout (:mod:`xinfer_vk.kernels.layout`): any bits are a weight, but scales must
+    be finite and of a useful size."""
+    padded = ceil_div(rows, ROWS) * ROWS
+    words = np.zeros((padded, row_words(fmt, cols)), np.uint32)
+    if fmt == "f32":
+        words[:rows] = (rng.standard_normal((rows, cols)) * 0.2).astype(np.float32).view(np.uint32)
+    elif fmt in ("f16", "bf16"):
+        halves = np.zeros((rows, words.shape[1] * 2), np.uint16)
+        values = (rng.standard_normal((rows, cols)) * 0.2).astype(np.float32)
+        upper = (values.view(np.uint32) >> 16).astype(np.uint16)
+        halves[:, :cols] = values.astype(np.float16).view(np.uint16) if fmt == "f16" else upper
+        words[:rows] = halves.view(np.uint32)
+    else:
+        step = 0.003 if fmt == "q8_0" else 0.03
+        scales = np.zeros((rows, scale_words(fmt, cols) * 2), np.float16)
+        used = cols // BLOCK * (2 if fmt == "q4_1" else 1)  # scales, or pairs of scale and minimum
+        scales[:, :used] = rng.standard_normal((rows, used)) * step
+        words[:rows, : scale_words(fmt, cols)] = scales.view(np.uint32)
+        data = words[:rows, scale_words(fmt, cols) :]
+        data[:] = rng.integers(0, 1 << 32, data.shape, np.uint32)
+    return words.reshape(-1, ROWS, words.shape[1]).transpose(0, 2, 1).reshape(-1)
+
+
+def _parts(
+    bench: Bench, fmt: str, cols: int, bounds: tuple[int, ...], rng: np.random.Generator
+) -> list[Part]:
+    """A matrix of ``bounds[-1]`` rows, in buffers that begin at the rows ``bounds[:-1]``."""
+    parts = []
+    for i, (first, last) in enumerate(itertools.pairwise(bounds)):
+        words = random_words(fmt, last - first, cols, rng)
+        buffer = bench.buffer(f"w{i}", 4 * i + words.size, BufferKind.WEIGHTS)
+        bench.write(buffer, 4 * i, words)
+        parts.append(Part(buffer, 4 * i, first, last - first))
+    return parts
+
+
+def _embed(fmt: str) -> Build:
+    cols, vocabulary, tokens, rows = 96, 261, 7, 8
+
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(1)
+        parts = _parts(bench, fmt, cols, (0, 128, vocabulary), rng)
+        ids = np.array([0, 127, 128, vocabulary - 1, 77, 200, 77])
+        state = Batch(((0, tokens),), rows).state_buffer(bench, ids)
+        out = bench.buffer("out", 3 + rows * (cols + 5))
+        return embed(bench.profile, fmt, parts, cols, state, Ref(out, 3), cols + 5, rows, 1.5)
+
+    return build
+
+
+def _linear(fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds: tuple[int, ...]) -> Build:
+    cols, count = 288, "outputs" if tokens == 1 else "tokens"
+
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(tokens)
+        rows = bounds[-1]
+        parts = _parts(bench, fmt, cols, bounds, rng)
+        width = rows // 2 if epilogue == "swiglu" else rows
+        x_stride, y_stride = cols + 4, width + 3
+        x = np.full((tokens, x_stride), np.nan, np.float32)
+        x[:used, :cols] = rng.standard_normal((used, cols))
+        x_buffer = bench.filled("x", x)
+        y = bench.buffer("y", 1 + tokens * y_stride)
+        if epilogue == "add":
+            before = np.full((used, y_stride), np.nan, np.float32)
+            before[:, :width] = rng.standard_normal((used, width))
+            bench.write(y, 1, before)
+        biases = bench.filled("bias", rng.standard_normal(rows + 2).astype(np.float32), BufferKind.WEIGHTS)
+        batch = Batch(((0, used),), tokens, outputs=tuple(range(used)) if count == "outputs" else ())
+        return linear(
+            bench.profile, fmt, parts, cols, Ref(x_buffer), x_stride, Ref(y, 1), y_stride, tokens,
+            batch.state_buffer(bench), Ref(biases, 2) if bias else None, epilogue, count,
+        )  # fmt: skip
+
+    return build
+
+
+def _cases() -> list[Case]:
+    cases: list[Case] = []
+    for fmt in FORMATS:
+        cases += kernel_cases("embed", fmt, _embed(fmt), EMBED)
+    for fmt in FORMATS:
+        for used, tokens, epilogue, bias, bounds in (
+            (1, 1, "store", True, (0, 70)), (5, 8, "add", False, (0, 32, 67)),
+            (33, 64, "swiglu", True, (0, 134)),
+        ):  # fmt: skip
+            build = _linear(fmt, used, tokens, epilogue, bias, bounds)
+            variant = f"{fmt}, {used} of {tokens} rows, {epilogue}" + (" with bias" if bias else "")
+            cases += kernel_cases("linear", variant, build, PRODUCT)
+    return cases
+
+
+CASES = _cases()
