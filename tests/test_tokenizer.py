@@ -456,7 +456,7 @@ def test_a_randomly_damaged_tokenizer_json_loads_or_is_refused(tmp_path: Path) -
         ({"added_tokens_decoder": {"9": "a"}}, r"added_tokens_decoder\['9'\] is 'a'"),
         ({"added_tokens_decoder": {"9": {}}}, r"added_tokens_decoder\['9'\] has no content"),
         ({"added_tokens_decoder": {"9": {"content": "a", "special": 1}}}, "special is 1, true or false"),
-        ({"added_tokens_decoder": {"9": {"content": "<new>"}}}, r"'<new>' the id 9, tokenizer\.json leads to 651"),
+        ({"added_tokens_decoder": {"9": {"content": "<new>"}}}, "'<new>' the id 9, .* leads to 651"),
     ],
 )  # fmt: skip
 def test_a_damaged_tokenizer_config_is_refused_by_key(

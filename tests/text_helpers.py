@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xinfer_vk.text.chat import template_from_directory
 from xinfer_vk.text.gguf_tokenizer import tokenizer_from_gguf
 from xinfer_vk.text.hf_tokenizer import tokenizer_from_directory
 from xinfer_vk.text.tokenizer import Tokenizer
@@ -16,6 +17,17 @@ FIXTURES = Path(__file__).parent / "fixtures" / "text"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
 PRE = {"gpt2": "gpt-2", "smollm": "smollm", "qwen2": "qwen2", "llama3": "llama-bpe"}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+TEMPLATES = {name: template_from_directory(FIXTURES / name) for name in NAMES}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def markup(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Those of the ids that are added tokens, other than runs of spaces."""
+    return [i for i in ids if i in tokenizer._markup]
 
 
 @cache

@@ -246,8 +246,9 @@ def _refuse_lost_markup(
 
 
 def _occurs(text: str, inputs: Any) -> bool:
+    """In any case: templates change it."""
     if isinstance(inputs, str):
-        return text in inputs
+        return text.lower() in inputs.lower()
     if isinstance(inputs, Mapping):
         return any(_occurs(text, value) for value in inputs.values())
     return isinstance(inputs, (list, tuple)) and any(_occurs(text, value) for value in inputs)

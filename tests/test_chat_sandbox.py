@@ -1,0 +1,137 @@
+"""A chat template is a stranger's program: it reaches nothing, and it comes to an end."""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import suppress
+
+import pytest
+from text_helpers import HELLO, NAMES, TEMPLATES, user
+
+from xinfer_vk.errors import ModelError
+from xinfer_vk.text.budget import MIN_BUDGET, Budget
+from xinfer_vk.text.chat import ChatTemplate
+
+
+def grow(start: str, step: str, end: str = "ns.x") -> str:
+    loop = "{% for i in range(99) %}{% set ns.x = " + step + " %}{% endfor %}"
+    return "{% set ns = namespace(x=" + start + ") %}" + loop + "{{ " + end + " }}"
+
+
+HOSTILE = {
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+    "a loop that skips all": "{% for i in range(99999) if range(99999) | list | length == 0 %}{% endfor %}",
+    "a search in every turn": "{{ range(99999) | select('in', range(99999) | list) | list | length }}",
+    "sorting in every turn": "{% for i in range(9999) %}{{ range(99999) | sort | length }}{% endfor %}",
+    "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "twice as many macros": "{% macro f(n) %}{{ f(n-1) ~ f(n-1) if n }}{% endmacro %}{{ f(60) }}",
+    "a recursive loop": "{% for x in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "text doubled by +": grow("'xxxxxxxx'", "ns.x + ns.x"),
+    "text doubled by ~": grow("'xxxxxxxx'", "ns.x ~ ns.x"),
+    "text doubled by join": grow("'xxxxxxxx'", "[ns.x, ns.x] | join"),
+    "text doubled by replace": grow("'xxxxxxxx'", "ns.x.replace('x', 'xx')"),
+    "text doubled by format": grow("'xxxxxxxx'", "'%s%s' | format(ns.x, ns.x)"),
+    "lists doubled": grow("[1]", "ns.x + ns.x"),
+    "lists of lists": grow("[1]", "[ns.x, ns.x]"),
+    "tuples of tuples": grow("(1,)", "(ns.x, ns.x)"),
+    "objects of objects": grow("{}", "{'a': ns.x, 'b': ns.x}", "ns.x | tojson"),
+    "batches of batches": grow("[1]", "[ns.x] | batch(9, ns.x) | list"),
+    "numbers squared": grow("10", "ns.x * ns.x"),
+    "a text times a lot": "{{ 'x' * 10000000000 }}",
+    "a list times a lot": "{{ 10000000000 * [1] }}",
+    "a power": "{{ 10 ** 10000000 }}",
+    "a width in %": "{{ '%10000000000d' % 1 }}",
+    "a width for %*d": "{{ '%*d' % (1000000000, 1) }}",
+    "a width in format": "{{ '{:>1000000000}'.format(1) }}",
+    "a width in a nested format": "{{ '{:>{}}'.format('x', '1000000000') }}",
+    "a width in format_map": "{{ '{x:>1000000000}'.format_map({'x': 1}) }}",
+    "centering": "{{ 'x'.center(1000000000) }}",
+    "centering by a filter": "{{ 'x' | center(1000000000) }}",
+    "tabs": "{{ ('\t' * 1000).expandtabs(99999) }}",
+    "indentation": "{{ ('\n' * 90000) | indent('x' * 90000) }}",
+    "indented JSON": "{{ [[[[1]]]] | tojson(indent=100000000) }}",
+    "translation": "{{ ('a' * 99999).translate({97: 'x' * 99999}) }}",
+    "separators": "{{ range(99999) | join('x' * 99999) }}",
+    "slices": "{{ [1] | slice(100000000) | list }}",
+    "bytes": "{{ (1).to_bytes(10000000000, 'big') }}",
+    "rounding": "{{ 1.5 | round(100000000, 'ceil') }}",
+    "a date": "{{ strftime_now('%Y' * 5000000) }}",
+    "nesting": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "a long sum": "{{ " + "+".join(["1"] * 20000) + " }}",
+    "blocks in blocks": "{% if 1 %}" * 300 + "{% endif %}" * 300,
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "classes by name": "{{ ''['__class__']['__mro__'] }}",
+    "classes in a format": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "globals of a function": "{{ namespace.__init__.__globals__ }}",
+    "private names": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "private names from the start": "{{ namespace(_x=1) }}",
+    "changing a message": "{{ messages[0].update(role='system') }}",
+    "changing a message by its class": "{{ dict.update(messages[0], role='system') }}",
+    "adding a message": "{{ messages.append(1) }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "a module": "{% import 'os' as os %}",
+    "a refusal": "{{ raise_exception('Only user and assistant roles') }}",
+    "something undefined": "{{ nope.nope }}",
+    "a division by zero": "{{ 1 / 0 }}",
+    "text and number": "{{ 'a' + 1 }}",
+    "bad syntax": "{% for %}",
+    "no end": "{{",
+    "an unknown filter": "{{ 1 | nope }}",
+    "an unknown tag": "{% do 1 %}",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_template_that_does_harm_is_an_error(template: str) -> None:
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    with pytest.raises(
+        ModelError, match=r"^model/chat_template\.jinja: the chat template failed: "
+    ) as caught:
+        ChatTemplate(template, "model/chat_template.jinja").render(HELLO)
+    assert "\n" not in str(caught.value)
+    # Both bounds are far from what is needed; without a budget these take minutes and gigabytes.
+    assert time.perf_counter() - started < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "kilobytes"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '' | attr('__class__') }}",
+        "{{ self._TemplateReference__context }}",
+        "{{ lipsum.__globals__ }}",
+    ],
+)
+def test_private_attributes_are_nothing_or_an_error(template: str) -> None:
+    with suppress(ModelError):
+        assert ChatTemplate(template, "x").render(HELLO) == ""
+
+
+def test_a_refusal_says_why() -> None:
+    with pytest.raises(ModelError, match="failed: Only user and assistant roles"):
+        ChatTemplate(HOSTILE["a refusal"], "x").render(HELLO)
+
+
+def test_a_failed_rendering_does_not_spoil_the_next() -> None:
+    template = ChatTemplate(
+        "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ n }}", "x"
+    )
+    for _ in range(2):
+        with pytest.raises(ModelError):
+            template.render(HELLO, n=99999)
+        assert template.render(HELLO, n=3) == "3"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_long_chats_are_within_the_budget(name: str) -> None:
+    many = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 20} for i in range(2001)]
+    long = user("The capital of France is Paris.\n" * 30_000)
+    for messages in (many, long):
+        assert len(TEMPLATES[name].render(messages)) > 100 or name == "gpt2"
+
+
+def test_the_budget_grows_with_the_input() -> None:
+    assert Budget("x" * 1000).left == Budget([["x" * 500], "x" * 498]).left > MIN_BUDGET
