@@ -71,13 +71,13 @@ class Loaded:
         self.planner.free(self.runtime)
 
 
-@pytest.fixture(params=MODELS, ids=lambda p: p.name)
+@pytest.fixture(scope="module", params=MODELS, ids=lambda p: p.name)
 def reference(request: pytest.FixtureRequest) -> tuple[Path, np.ndarray, np.ndarray]:
     data = np.load(request.param / "reference.npz")
     return request.param, data["token_ids"], data["logits"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # a device compiles a model's plans once
 def loaded(runtime: Any, reference: tuple[Path, np.ndarray, np.ndarray]) -> Iterator[Loaded]:
     model = Loaded(runtime, reference[0])
     yield model
