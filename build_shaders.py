@@ -51,6 +51,10 @@ TARGET = "vulkan1.1"  # SPIR-V 1.3: what every driver since 2018 takes, and Komp
 
 _VARIANTS = re.compile(r"^//\s*variants:(.*)$", re.M)
 _AXIS = re.compile(r"([A-Z][A-Z0-9_]*)=([a-z0-9_]+(?:,[a-z0-9_]+)*)")
+# What glslang prints besides the messages: the file's name, and four ways to say that it has failed.
+_NOISE = re.compile(
+    r"\.comp$|^SPIR-V is not generated|Missing entry point|No code generated|: compilation terminated"
+)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.M)
 
 
@@ -196,7 +200,7 @@ def compile_shader(shader: Shader, target: Path, tools: Tools) -> str:
             capture_output=True, text=True, env=tools.env,
         )  # fmt: skip
         lines = (done.stdout + done.stderr).splitlines()
-        said = "\n".join(line for line in lines if line.strip() and line.strip() != str(shader.source))
+        said = "\n".join(line for line in lines if line.strip() and not _NOISE.search(line))
         if done.returncode:
             raise BuildError(_tell_paths_from_root(said) or f"glslang failed with code {done.returncode}")
         if tools.spirv_val:
@@ -312,8 +316,11 @@ def clean(output: Path = OUTPUT) -> None:
 
 def report(result: Result, verbose: bool) -> None:
     """The compiler's messages on standard error; with ``verbose`` what was done on standard output."""
+    alike: dict[tuple[str, str], list[str]] = {}  # variants of a file mostly fail in the same words
     for name, said in result.messages.items():
-        print(f"{name}: {'failed' if name in result.failed else 'warning'}\n{said}", file=sys.stderr)
+        alike.setdefault(("failed" if name in result.failed else "warning", said), []).append(name)
+    for (verdict, said), names in alike.items():
+        print(f"{' '.join(names)}: {verdict}\n{said}", file=sys.stderr)
     if verbose:
         for name in result.compiled:
             print(f"compiled {name}")
