@@ -151,7 +151,7 @@ def test_end_of_sequence_ids_come_from_both_files() -> None:
     [
         {"use_sliding_window": False, "sliding_window": 4096},
         {"use_sliding_window": True, "sliding_window": None},
-        {"use_sliding_window": True, "sliding_window": 512},  # as long as the context
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0},  # as long as the context
         {
             "use_sliding_window": True,
             "sliding_window": 64,

@@ -159,7 +159,7 @@ def test_damaged_gguf_files(tmp_path: Path, seed: int) -> None:
         target.write_bytes(damaged + whole[tables:])
         return target, story
 
-    fuzz(2500, seed, case)
+    fuzz(1500, seed, case)
 
 
 @pytest.mark.parametrize("seed", [3, 4])
@@ -184,7 +184,7 @@ def test_damaged_safetensors_files(tmp_path: Path, seed: int) -> None:
         (folder / "model.safetensors").write_bytes(damaged)
         return folder, story
 
-    fuzz(2500, seed, case)
+    fuzz(1500, seed, case)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
@@ -203,7 +203,7 @@ def test_damaged_json_files(tmp_path: Path, name: str) -> None:
             target.write_bytes(damaged)
         return tmp_path, story
 
-    fuzz(1500, 5, case)
+    fuzz(1000, 5, case)
 
 
 def test_random_bytes_are_never_a_model(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.plan import Buffer, BufferKind
 from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
+from xinfer_vk.weights import device
 from xinfer_vk.weights.device import Matrix, WeightPlanner
 from xinfer_vk.weights.formats import FORMATS, as_f32, pack_x8
+from xinfer_vk.weights.mapped import MappedFile
 from xinfer_vk.weights.source import ModelSource, open_model
 
 BLOCK_FORMATS = ("q8_0", "q4_0", "q4_1")
@@ -208,6 +210,17 @@ def test_weights_split_over_small_buffers_stay_whole(tmp_path: Path) -> None:
         assert all(b.words * 4 <= 8 << 10 for b in buffers)
 
 
+def test_parts_of_a_matrix_are_aligned_and_nearly_equal(tmp_path: Path) -> None:
+    """No part is a sliver: a last dispatch of a few rows costs as much as a full one."""
+    write_hf_model(tmp_path, tiny_config("llama", hidden_size=72, intermediate_size=13))
+    with open_model(tmp_path) as source:
+        _, handles, _ = load(source, range_bytes=27 << 10)  # 96 rows of the embedding's 320
+        assert [part.rows for part in handles["embed"][0].parts] == [80, 80, 80, 80]
+        _, handles, _ = load(source)
+        matrices = [m for handle in handles.values() if isinstance(handle, tuple) for m in handle]
+        assert all(part.offset % 64 == 0 for m in matrices for part in m.parts)
+
+
 def test_shapes_that_are_multiples_of_nothing(tmp_path: Path) -> None:
     """13 rows a head and an odd MLP: groups of eight cross from one stacked tensor into the next."""
     sizes = {"hidden_size": 21, "intermediate_size": 13, "head_dim": 6, "vocab_size": 37}
@@ -333,6 +346,22 @@ def test_progress_rises_to_the_whole(tmp_path: Path) -> None:
     assert {total for _, total in seen} == {planner.total_bytes}
 
 
+def test_pages_of_the_file_are_given_back_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[tuple[int, int]] = []
+    monkeypatch.setattr(device, "PIECE_BYTES", 8 << 10)
+    monkeypatch.setattr(MappedFile, "release", lambda self, start, stop: given_back.append((start, stop)))
+    write_hf_model(tmp_path, tiny_config("llama"))
+    with open_model(tmp_path) as source:
+        head = source.tensors["lm_head.weight"]
+        start, stop = head.start, head.start + head.data.size
+        load(source)
+    pieces = [(a, b) for a, b in given_back if start <= a and b <= stop]
+    assert pieces[:-1] == [(a, a + (8 << 10)) for a in range(start, stop, 8 << 10)]
+    assert pieces[-1] == (start, stop)  # and the pages that two pieces shared
+
+
 PEAK_OF_A_LOAD = """
 import sys
 from pathlib import Path
@@ -364,7 +393,7 @@ def test_a_model_of_qwen2_5_0_5bs_shape_loads_within_its_own_size(tmp_path: Path
     peak, file_bytes, device_bytes, parts = map(int, done.stdout.split())
     assert file_bytes > 988e6
     assert device_bytes <= 1.02 * file_bytes
-    assert peak <= 1.3 * file_bytes
+    assert peak <= 1.15 * file_bytes  # 1.3 is what is promised of a whole run
     assert parts == 3
 
 

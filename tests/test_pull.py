@@ -101,7 +101,7 @@ def test_a_model_is_downloaded_once(index: Path, models: Path, monkeypatch: pyte
 
 def test_a_damaged_model_is_fetched_again(index: Path, models: Path) -> None:
     path = pull("tiny")
-    path.write_bytes(b"\0" + CONTENT[1:])
+    path.write_bytes(b"\xff" + CONTENT[1:])
     assert pull("tiny").read_bytes() == CONTENT
     path.write_bytes(CONTENT[:-1])
     assert ensure_demo_model().read_bytes() == CONTENT
