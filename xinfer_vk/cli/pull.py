@@ -45,5 +45,3 @@ def _progress_bar(enabled: bool) -> Iterator[Progress | None]:
             bar.update(tasks[stage], completed=done, total=total)  # type: ignore[arg-type]
 
         yield report
-
-
