@@ -116,6 +116,16 @@ def runtime(device: DeviceUnderTest) -> Iterator[Any]:
     opened.close()
 
 
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1. CI fetches it; elsewhere its tests are skipped until it is pulled."""
+    from xinfer_vk.weights.pull import DEMO, ensure_demo_model, is_present
+
+    if not CI and not is_present(DEMO):
+        pytest.skip("the demo model is not there: xinfer-vk pull smollm2-135m")
+    return ensure_demo_model()
+
+
 @pytest.fixture
 def numpy_runtime() -> Iterator[NumpyRuntime]:
     reference = NumpyRuntime()

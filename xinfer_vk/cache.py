@@ -116,8 +116,8 @@ class KVCache:
         if 2 * region > limit:
             most = limit // (2 * kv_heads * vector_words * BLOCK_TOKENS) * BLOCK_TOKENS
             raise OutOfMemoryError(
-                f"a context of {capacity} tokens needs {2 * region * WORD_BYTES} bytes a layer and the device "
-                f"binds at most {limit * WORD_BYTES}: use --context {most} or less"
+                f"a context of {capacity} tokens needs {2 * region * WORD_BYTES} bytes a layer and the "
+                f"device binds at most {limit * WORD_BYTES}: use --context {most} or less"
                 + (", or --kv-dtype f16" if kv_dtype == "f32" else "")
             )
         self.bytes = layers * 2 * region * WORD_BYTES
@@ -127,7 +127,9 @@ class KVCache:
         per_buffer = max(1, limit // (2 * region))
         for first in range(0, layers, per_buffer):
             count = min(per_buffer, layers - first)
-            buffer = runtime.allocate(f"KV cache of layers {first}–{first + count - 1}", count * 2 * region, BufferKind.KV)
+            buffer = runtime.allocate(
+                f"KV cache of layers {first}–{first + count - 1}", count * 2 * region, BufferKind.KV
+            )
             self._buffers.append(buffer)
             for i in range(count):
                 self.layers.append(LayerCache(buffer, i * 2 * region, (i * 2 + 1) * region))

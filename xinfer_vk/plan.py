@@ -201,6 +201,7 @@ class Runtime(Protocol):
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         """A fresh ``uint32`` copy of ``count`` words at word ``offset``, any kind."""
 
-    def prepare(self, plan: Plan) -> Recorded: ...
+    def prepare(self, plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> Recorded:
+        """Make a plan ready to run; ``progress(done, total)`` hears of pipelines that must be made."""
 
     def close(self) -> None: ...

@@ -57,7 +57,7 @@ class NumpyRuntime:
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         return self._arrays[buffer][offset : offset + count].copy()
 
-    def prepare(self, plan: Plan) -> RecordedOracles:
+    def prepare(self, plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> RecordedOracles:
         return RecordedOracles(self, plan)
 
     def run_step(self, step: Step) -> None:

@@ -42,23 +42,45 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     try:
         return data.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt from {where} is not UTF-8 (byte {error.start}): convert it first") from error
+        raise UsageError(
+            f"the prompt from {where} is not UTF-8 (byte {error.start}): convert it first"
+        ) from error
 
 
 @click.command("generate")
-@click.option("--model", "-m", default="smollm2-135m", show_default=True,
-              help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.")
+@click.option(
+    "--model",
+    "-m",
+    default="smollm2-135m",
+    show_default=True,
+    help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
+)
 @click.option("--prompt", "-p", help="The prompt; - reads standard input.")
 @click.option("--file", "-f", type=click.Path(), help="Read the prompt from a file.")
 @click.option("--system", "-s", help="System text for the chat template.")
 @click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
-@click.option("--max-new-tokens", "-n", type=click.IntRange(min=1), default=DEFAULT_MAX_NEW_TOKENS, show_default=True,
-              help="Generate at most this many tokens.")
+@click.option(
+    "--max-new-tokens",
+    "-n",
+    type=click.IntRange(min=1),
+    default=DEFAULT_MAX_NEW_TOKENS,
+    show_default=True,
+    help="Generate at most this many tokens.",
+)
 @click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
-@click.option("--kv-dtype", type=click.Choice(["f16", "f32"]), default="f16", show_default=True,
-              help="Number format of the KV cache.")
-@click.option("--context", "-c", type=click.IntRange(min=1),
-              help="Tokens the KV cache holds. [default: prompt + max new tokens]")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["f16", "f32"]),
+    default="f16",
+    show_default=True,
+    help="Number format of the KV cache.",
+)
+@click.option(
+    "--context",
+    "-c",
+    type=click.IntRange(min=1),
+    help="Tokens the KV cache holds. [default: prompt + max new tokens]",
+)
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming text.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the text and nothing else.")
@@ -114,7 +136,7 @@ def command(
 
 
 def run(stream: GenerationStream, echo: bool, progress: ProgressBar) -> None:
-    """Drive the stream to its end; the first Ctrl-C ends it after the step under way, a second one at once."""
+    """Drive the stream to its end. Ctrl-C ends it after the step under way, a second one at once."""
 
     def interrupt(signum: int, frame: object) -> None:
         stream.cancel()
@@ -148,15 +170,16 @@ def describe(llm: LLM) -> str:
 
 
 def describe_run(llm: LLM, result: GenerationResult) -> str:
+    from xinfer_vk.cache import KV_BYTES
     from xinfer_vk.engine.metrics import format_bytes, format_seconds
 
     m, c = result.metrics, llm.config
     return (
-        f"KV cache: {format_bytes(m.kv_bytes)} = 2 · {c.layers} layers · {llm.capacity} tokens · {c.kv_heads} KV heads"
-        f" · {c.head_dim} head dim · {2 if llm.kv_dtype == 'f16' else 4} bytes\n"
-        f"TTFT: {format_seconds(m.ttft_s)}, {m.dispatches_per_token} dispatches and "
-        f"{m.bytes_read_per_token:.0f} bytes read back per token, peak memory {format_bytes(m.peak_host_bytes)}"
-        f" host, {format_bytes(m.device_bytes)} device"
+        f"KV cache: {format_bytes(m.kv_bytes)} = 2 · {c.layers} layers · {llm.capacity} tokens · "
+        f"{c.kv_heads} KV heads · {c.head_dim} head dim · {KV_BYTES[llm.kv_dtype]} bytes\n"
+        f"TTFT: {format_seconds(m.ttft_s)}; {m.dispatches_per_token} dispatches and "
+        f"{m.bytes_read_per_token:.0f} bytes read back per token; peak memory "
+        f"{format_bytes(m.peak_host_bytes)} host, {format_bytes(m.device_bytes)} device"
     )
 
 
@@ -165,7 +188,7 @@ def as_record(llm: LLM, result: GenerationResult) -> dict[str, Any]:
     return {
         "model": llm.name,
         "device": llm.runtime.profile.name,
-        "driver": llm.driver,
+        "driver": llm.runtime.driver,
         "dtype": llm.dtype,
         "kv_dtype": llm.kv_dtype,
         "context": llm.capacity,

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             raise
         text = " ".join(str(error).split()) or "no message"
         click.echo(
-            f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it happened)",
+            f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)",
             err=True,
         )
         code = 1

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xinfer_vk.cache import KVCache
+from xinfer_vk.engine.generation import GenerationResult, GenerationStream, Limits
 from xinfer_vk.engine.metrics import Metrics, peak_host_bytes
-from xinfer_vk.engine.runner import Chunk, ModelRunner, bucket
+from xinfer_vk.engine.runner import Chunk, ModelRunner
 from xinfer_vk.errors import UsageError
 from xinfer_vk.models.registry import family
+from xinfer_vk.plan import Runtime
 from xinfer_vk.text.chat import ChatTemplate, encode_chat, is_instruct
 from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
 from xinfer_vk.vulkan.runtime import open_runtime
 from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.hub import resolve_model
-from xinfer_vk.weights.source import open_model
+from xinfer_vk.weights.source import ModelSource, open_model
 
-if TYPE_CHECKING:
-    from xinfer_vk.plan import Runtime
+__all__ = ["LLM", "GenerationResult", "GenerationStream"]
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
 
@@ -35,105 +34,17 @@ DEFAULT_MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512
 
 
-@dataclass(frozen=True)
-class GenerationResult:
-    """What a generation gave. ``finish_reason``: "stop" (end of sequence), "length" (the limit) or
-    "interrupted". ``token_ids`` are the generated ones, the end-of-sequence token not included."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_token_ids: tuple[int, ...]
-    finish_reason: str
-    metrics: Metrics
-
-
-class GenerationStream:
-    """Iterate to get text as it is made, whole characters only; afterwards ``result`` is there."""
-
-    def __init__(self, llm: LLM, prompt_ids: Sequence[int], max_new_tokens: int, ignore_eos: bool, started: float,
-                 stop_event: threading.Event | None) -> None:  # fmt: skip
-        self._llm, self._prompt_ids, self._max_new_tokens = llm, list(prompt_ids), max_new_tokens
-        self._ignore_eos, self._started, self._stop = ignore_eos, started, stop_event or threading.Event()
-        self._result: GenerationResult | None = None
-        self._iterator = self._run()
-
-    def __iter__(self) -> Iterator[str]:
-        return self._iterator
-
-    def __next__(self) -> str:
-        return next(self._iterator)
-
-    def cancel(self) -> None:
-        """End the generation after the step under way; safe from another thread or a signal handler."""
-        self._stop.set()
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole result; runs what is left of the stream first."""
-        for _ in self._iterator:
-            pass
-        assert self._result is not None
-        return self._result
-
-    def _run(self) -> Iterator[str]:
-        llm, metrics = self._llm, Metrics()
-        runner = llm._runner_for(len(self._prompt_ids) + self._max_new_tokens)
-        decoder, generated, pieces = StreamDecoder(llm.tokenizer), [], []  # type: ignore[var-annotated]
-        sequence = runner.cache.open()
-        finish = "length"
-        read_before = runner.bytes_read
-        begin = now = time.perf_counter()
-        try:
-            token = llm._prefill(runner, Chunk(sequence, self._prompt_ids), self._stop)
-            metrics.prefill_s = (now := time.perf_counter()) - begin
-            metrics.ttft_s = now - self._started
-            prefilled = now
-            while token is not None:
-                if not self._ignore_eos and token in llm.eos_ids:
-                    finish = "stop"
-                    break
-                generated.append(token)
-                if piece := decoder.push(token):
-                    pieces.append(piece)
-                    yield piece
-                if len(generated) >= self._max_new_tokens:
-                    break
-                if self._stop.is_set():
-                    finish = "interrupted"
-                    break
-                token = int(runner.run([Chunk(sequence, [token])])[0])
-                metrics.decode_tokens += 1
-                now = time.perf_counter()
-            else:
-                finish = "interrupted"  # during the prefill
-            metrics.decode_s = now - prefilled
-            if piece := decoder.finish():
-                pieces.append(piece)
-                yield piece
-        finally:
-            runner.cache.close(sequence)
-            metrics.load_s = llm.load_s
-            metrics.prompt_tokens = len(self._prompt_ids)
-            metrics.dispatches_per_token = runner.dispatches(1, 1)
-            steps = max(1, metrics.decode_tokens + 1)
-            metrics.bytes_read_per_token = (runner.bytes_read - read_before) / steps
-            metrics.kv_bytes, metrics.weight_bytes = runner.cache.bytes, llm.weight_bytes
-            metrics.peak_host_bytes = peak_host_bytes()
-            metrics.device_bytes = llm.runtime.allocated_bytes
-            self._result = GenerationResult(
-                "".join(pieces), tuple(generated), tuple(self._prompt_ids), finish, metrics
-            )
-
-
 class LLM:
     """A model on a device.
 
     ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
     pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
     ``kv_dtype``: "f16" or "f32". ``context``: tokens the KV cache holds; None sizes it by what each
-    call needs. ``progress`` is called with (stage, done, total) while loading and prefilling.
+    call needs. ``prefill_chunk``: prompt tokens a step takes at most. ``progress`` is called with
+    (stage, done, total) during long work. A context manager; :meth:`close` gives the device back.
 
-    Raises :class:`ModelError`, :class:`DeviceError`, :class:`OutOfMemoryError`, :class:`UsageError`.
+    Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
+    and :class:`UsageError`.
     """
 
     def __init__(
@@ -147,37 +58,46 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
-        if context is not None and context < 1:
-            raise UsageError(f"context is {context}: it must be at least 1 token")
-        if prefill_chunk < 1:
-            raise UsageError(f"prefill chunk is {prefill_chunk}: it must be at least 1 token")
+        for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}: it must be at least 1 token")
         self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
-        self._progress = progress or (lambda stage, done, total: None)
+        self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
-        self.runtime: Runtime | None = None  # type: ignore[assignment]
-        source = open_model(resolve_model(str(model)))
-        try:
+        with open_model(resolve_model(str(model), progress)) as source:
             self.name, self.config = source.name, source.config
             if context is not None and context > self.config.max_position:
                 raise UsageError(
-                    f"context {context} is more than the {self.config.max_position} tokens {self.name} was made for"
+                    f"context {context} is more than the {self.config.max_position} tokens that {self.name} "
+                    "was made for: use less"
                 )
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
             self.instruct = is_instruct(source)
             self.eos_ids = eos_ids(source, self.tokenizer)
-            self.runtime = open_runtime(device)
-            planner = WeightPlanner(source, self.runtime.profile)
-            self.weights = family(self.config.architecture).load(planner, self.config)
-            planner.upload(self.runtime, lambda done, total: self._progress("loading weights", done, total))
-            self.weight_bytes = planner.total_bytes
-        except BaseException:
-            if self.runtime is not None:
+            self.dtype = main_format(source)
+            self.runtime: Runtime = open_runtime(device)
+            try:
+                planner = WeightPlanner(source, self.runtime.profile)
+                self.weights = family(self.config.architecture).load(planner, self.config)
+                self.weight_bytes = planner.total_bytes
+                planner.upload(self.runtime, self._stage("loading weights"))
+            except BaseException:
                 self.runtime.close()
-            raise
-        finally:
-            source.close()
+                raise
         self.load_s = time.perf_counter() - started
+
+    # -- what there is ------------------------------------------------------------------------
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know of the device, a line each."""
+        return self.runtime.notices
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the KV cache holds now; 0 before the first call."""
+        return self._runner.cache.capacity if self._runner else 0
 
     # -- prompts ------------------------------------------------------------------------------
 
@@ -189,13 +109,13 @@ class LLM:
             raw = not self.instruct
         if raw:
             if system is not None:
-                raise UsageError("a system text needs a chat template: leave out --raw, or use an instruct model")
-            ids = self.tokenizer.encode(prompt, parse_special=True)
-        else:
-            messages = [] if system is None else [{"role": "system", "content": system}]
-            messages.append({"role": "user", "content": prompt})
-            ids = encode_chat(self.tokenizer, self.chat_template, messages)
-        return list(ids)
+                raise UsageError(
+                    "a system text needs a chat template: leave out --raw, or use an instruct model"
+                )
+            return self.tokenizer.encode(prompt, parse_special=True)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": prompt})
+        return encode_chat(self.tokenizer, self.chat_template, messages)
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -209,22 +129,42 @@ class LLM:
         ignore_eos: bool = False,
         stop_event: threading.Event | None = None,
     ) -> GenerationStream:
-        """Generate greedily from a text or from token ids, as an iterator over pieces of text."""
+        """Generate greedily from a text or from token ids, as an iterator over pieces of text.
+
+        ``max_new_tokens`` is cut to what the context has room for. Setting ``stop_event`` from another
+        thread ends the generation within a step. Raises :class:`UsageError` for an empty prompt, one
+        longer than the context, or a token id outside the vocabulary.
+        """
         started = time.perf_counter()
         if max_new_tokens < 1:
             raise UsageError(f"max new tokens is {max_new_tokens}: it must be at least 1")
         if isinstance(prompt, str):
             if not prompt.strip():
-                raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
+                raise UsageError(
+                    "the prompt is empty: give some text with --prompt, --file or standard input"
+                )
             ids = self.encode(prompt, system=system, raw=raw)
         else:
             ids = [int(i) for i in prompt]
         self._check_ids(ids)
         room = self.context or self.config.max_position
         if len(ids) >= room:
-            remedy = "a larger --context or a shorter prompt" if room < self.config.max_position else "a shorter prompt"
-            raise UsageError(f"the prompt is {len(ids)} tokens, longer than the context of {room}: use {remedy}")
-        return GenerationStream(self, ids, min(max_new_tokens, room - len(ids)), ignore_eos, started, stop_event)
+            larger = "a larger --context or " if room < self.config.max_position else ""
+            raise UsageError(
+                f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
+                f"{larger}a shorter prompt"
+            )
+        max_new_tokens = min(max_new_tokens, room - len(ids))
+        return GenerationStream(
+            self._runner_for(len(ids) + max_new_tokens),
+            StreamDecoder(self.tokenizer),
+            ids,
+            Limits(max_new_tokens, frozenset() if ignore_eos else self.eos_ids),
+            started=started,
+            stop_event=stop_event,
+            progress=self._stage("prefill"),
+            finished=self._complete,
+        )
 
     def generate(
         self,
@@ -236,7 +176,7 @@ class LLM:
         ignore_eos: bool = False,
         stop_event: threading.Event | None = None,
     ) -> GenerationResult:
-        """Generate greedily from a text or from token ids and wait for the whole result."""
+        """:meth:`stream` to the end."""
         return self.stream(
             prompt,
             max_new_tokens=max_new_tokens,
@@ -250,6 +190,9 @@ class LLM:
         """Logits after every token of a text: ``float32 [len(token_ids), vocabulary]``."""
         ids = [int(i) for i in token_ids]
         self._check_ids(ids)
+        room = self.context or self.config.max_position
+        if len(ids) > room:
+            raise UsageError(f"{len(ids)} tokens are more than the context of {room}: use a shorter text")
         runner = self._runner_for(len(ids))
         sequence = runner.cache.open()
         try:
@@ -267,14 +210,18 @@ class LLM:
     def close(self) -> None:
         """Give all device memory back. The object cannot be used afterwards."""
         self._runner = None
-        if self.runtime is not None:
-            self.runtime.close()
+        self.runtime.close()
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
+
+    def _stage(self, stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: self._progress(stage, done, total)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -286,14 +233,11 @@ class LLM:
     def _runner_for(self, tokens: int) -> ModelRunner:
         """A runner whose cache holds ``tokens``; a larger one replaces a smaller one."""
         needed = self.context or tokens
-        if tokens > needed:
-            raise UsageError(f"{tokens} tokens are more than the context of {needed}: use a larger --context")
         if self._runner is None or self._runner.cache.capacity < needed:
             if self._runner is not None:
-                cache = self._runner.cache
-                self._runner.free()
-                cache.free()
-                self._runner = None
+                runner, self._runner = self._runner, None
+                runner.free()
+                runner.cache.free()
             c = self.config
             cache = KVCache(
                 self.runtime,
@@ -303,19 +247,23 @@ class LLM:
                 kv_dtype=self.kv_dtype,
                 capacity=needed,
             )
-            self._runner = ModelRunner(self.runtime, c, self.weights, cache, max_tokens=self.prefill_chunk)
+            self._runner = ModelRunner(
+                self.runtime, c, self.weights, cache, self.prefill_chunk, self._stage("compiling kernels")
+            )
         return self._runner
 
-    def _prefill(self, runner: ModelRunner, chunk: Chunk, stop: threading.Event) -> int | None:
-        """Run the prompt in chunks; the first generated token, or None when stopped on the way."""
-        ids, step = chunk.token_ids, runner.max_tokens
-        first_new: int | None = None
-        for start in range(0, len(ids), step):
-            if stop.is_set():
-                return None
-            last = start + step >= len(ids)
-            self._progress("prefill", start, len(ids))
-            out = runner.run([Chunk(chunk.sequence, ids[start : start + step])], outputs="last" if last else "none")
-            first_new = int(out[0]) if last else None
-        self._progress("prefill", len(ids), len(ids))
-        return first_new
+    def _complete(self, metrics: Metrics) -> None:
+        """Add what the stream does not know to its metrics."""
+        assert self._runner is not None
+        metrics.load_s, metrics.weight_bytes = self.load_s, self.weight_bytes
+        metrics.dispatches_per_token = self._runner.dispatches(1, 1) if metrics.decode_tokens else 0
+        metrics.kv_bytes = self._runner.cache.bytes
+        metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
+
+
+def main_format(source: ModelSource) -> str:
+    """The number format most of the weights' bytes are in."""
+    sizes: dict[str, int] = {}
+    for tensor in source.tensors.values():
+        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.data.nbytes
+    return max(sizes, key=lambda fmt: sizes[fmt])

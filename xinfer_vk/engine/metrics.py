@@ -40,9 +40,10 @@ class Metrics:
 
     def timing_line(self) -> str:
         """``prefill: 26 tok in 69 ms (378 tok/s) | decode: 7 tok in 0.23 s (30.5 tok/s)``"""
+        prefill, decode = format_seconds(self.prefill_s), format_seconds(self.decode_s)
         return (
-            f"prefill: {self.prompt_tokens} tok in {format_seconds(self.prefill_s)} ({format_rate(self.prefill_rate)} tok/s)"
-            f" | decode: {self.decode_tokens} tok in {format_seconds(self.decode_s)} ({format_rate(self.decode_rate)} tok/s)"
+            f"prefill: {self.prompt_tokens} tok in {prefill} ({format_rate(self.prefill_rate)} tok/s) | "
+            f"decode: {self.decode_tokens} tok in {decode} ({format_rate(self.decode_rate)} tok/s)"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -48,12 +48,20 @@ class ModelRunner:
     """Runs batches of one model on one device over one KV cache.
 
     ``max_tokens`` bounds the rows of a step (the prefill chunk), ``cache.capacity`` the positions.
-    Plans are recorded on first use, one for each (tokens bucket, outputs bucket, head).
+    Plans are recorded on first use, one for each (tokens bucket, outputs bucket, head); ``progress(done,
+    total)`` hears of the pipelines made for them.
     """
 
     def __init__(
-        self, runtime: Runtime, config: ModelConfig, weights: DecoderWeights, cache: KVCache, max_tokens: int = 512
+        self,
+        runtime: Runtime,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        cache: KVCache,
+        max_tokens: int = 512,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        self._progress = progress
         self.runtime, self.config, self.weights, self.cache = runtime, config, weights, cache
         self.max_tokens = min(bucket(max_tokens), bucket(cache.capacity), state_layout.MAX_TOKENS)
         self.max_outputs = min(MAX_OUTPUTS, self.max_tokens)
@@ -94,15 +102,6 @@ class ModelRunner:
         """How many dispatches a step of that shape takes."""
         return self._plan(bucket(tokens), bucket(outputs), head)[1]
 
-    def warm_up(self, shapes: Sequence[tuple[int, int]], progress: Callable[[int, int], None] | None = None) -> None:
-        """Record the plans for ``(tokens, outputs)`` shapes ahead of use, with progress."""
-        for done, (tokens, outputs) in enumerate(shapes):
-            if progress:
-                progress(done, len(shapes))
-            self._plan(bucket(tokens), bucket(outputs), "argmax")
-        if progress:
-            progress(len(shapes), len(shapes))
-
     def free(self) -> None:
         """Give the device memory back, the cache's not included."""
         self._plans.clear()
@@ -128,12 +127,18 @@ class ModelRunner:
             host[s.TOKEN_ID :][here] = chunk.token_ids
             host[s.POSITION :][here] = positions
             host[s.SEQUENCE :][here] = sequence.row
-            host[s.SLOT :][here] = blocks[positions // s.BLOCK_TOKENS] * s.BLOCK_TOKENS + positions % s.BLOCK_TOKENS
+            host[s.SLOT :][here] = (
+                blocks[positions // s.BLOCK_TOKENS] * s.BLOCK_TOKENS + positions % s.BLOCK_TOKENS
+            )
             for start in range(0, count, self._query_tile):
                 host[s.TILE_START + tiles] = row + start
                 host[s.TILE_COUNT + tiles] = min(self._query_tile, count - start)
                 tiles += 1
-            wanted = {"none": range(0), "last": range(row + count - 1, row + count), "all": range(row, row + count)}
+            wanted = {
+                "none": range(0),
+                "last": range(row + count - 1, row + count),
+                "all": range(row, row + count),
+            }
             for output_row in wanted[outputs]:
                 assert rows < self.max_outputs, f"more than {self.max_outputs} output rows in one step"
                 host[s.OUTPUT_ROW + rows] = output_row
@@ -162,7 +167,7 @@ class ModelRunner:
             if outputs and head == "argmax":
                 graph.argmax(self._result)
             plan = graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
-            self._plans[key] = (self.runtime.prepare(plan), len(plan.steps))
+            self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), len(plan.steps))
         return self._plans[key]
 
     # -- finish -------------------------------------------------------------------------------
@@ -180,10 +185,10 @@ class ModelRunner:
             bad = np.isnan(words).any(axis=1)
         self.bytes_read += words.nbytes
         if bad.any():
-            positions = sorted({chunk.sequence.length - 1 for chunk in chunks})
+            lengths = ", ".join(str(chunk.sequence.length) for chunk in chunks)
             raise NumericError(
-                f"step {self.steps_run}: the logits at position {positions[0]} hold NaN; "
-                "run `xinfer-vk selftest` to check the device, and check the model's weights"
+                f"step {self.steps_run}: the logits after {lengths} tokens hold NaN: check the device with "
+                "xinfer-vk selftest, and the model's weights"
             )
         return words.astype(np.int64) if head == "argmax" else words
 

@@ -38,7 +38,9 @@ def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, *, qkv_bias: 
     name = f"model.layers.{index}"
     q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
 
-    def stack(parts: dict[str, int], cols: int, bias: bool = False, interleave: bool = False) -> tuple[Matrix, ...]:
+    def stack(
+        parts: dict[str, int], cols: int, bias: bool = False, interleave: bool = False
+    ) -> tuple[Matrix, ...]:
         return planner.stack(
             [(f"{name}.{part}", rows) for part, rows in parts.items()], cols, bias=bias, interleave=interleave
         )

@@ -148,14 +148,31 @@ class Graph:
         self.linear(x, gate_up, pair, label="gate, up")
         up = pair.columns(width)
         self.steps += swiglu(
-            self.profile, pair.ref, up.ref, out.ref, pair.stride, up.stride, out.stride, width, self.tokens, self.state
+            self.profile,
+            pair.ref,
+            up.ref,
+            out.ref,
+            pair.stride,
+            up.stride,
+            out.stride,
+            width,
+            self.tokens,
+            self.state,
         )
 
     def rope(self, x: Rows, heads: int) -> None:
         """Rotary position embedding (Su et al. 2021) of ``heads`` neighbouring vectors, in place."""
         c = self.config
         self.steps += rope(
-            self.profile, x.ref, x.stride, heads, c.head_dim, c.rotary_dim, self.rope_table, self.tokens, self.state
+            self.profile,
+            x.ref,
+            x.stride,
+            heads,
+            c.head_dim,
+            c.rotary_dim,
+            self.rope_table,
+            self.tokens,
+            self.state,
         )
 
     def append_kv(self, layer: int, k: Rows, v: Rows) -> None:
@@ -170,9 +187,9 @@ class Graph:
         """``out = softmax(q Kᵀ / √d) V`` over each token's own sequence up to its position."""
         c, where = self.config, self.cache.layers[layer]
         self.steps += attention(
-            self.profile, self.cache.kv_dtype, q.ref, q.stride, out.ref, out.stride, where.buffer, where.k_offset,
-            where.v_offset, c.heads, c.kv_heads, c.head_dim, self.tokens, self.cache.capacity, self.state,
-            self.act.partials,
+            self.profile, self.cache.kv_dtype, q.ref, q.stride, out.ref, out.stride, where.buffer,
+            where.k_offset, where.v_offset, c.heads, c.kv_heads, c.head_dim, self.tokens,
+            self.cache.capacity, self.state, self.act.partials,
         )  # fmt: skip
 
     def head(self, weights: Matrix) -> None:

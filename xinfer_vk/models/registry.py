@@ -26,5 +26,7 @@ FAMILIES: dict[str, Family] = {"llama": llama, "qwen2": qwen2}
 def family(architecture: str) -> Family:
     """The module for ``config.architecture``. Raises :class:`ModelError` for one that is not there."""
     if architecture not in FAMILIES:
-        raise ModelError(f"architecture {architecture!r} is not supported: choose a model of {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"architecture {architecture!r} is not supported: choose a model of {', '.join(FAMILIES)}"
+        )
     return FAMILIES[architecture]
