@@ -333,6 +333,21 @@ def test_a_failed_upload_frees_what_it_allocated(tmp_path: Path) -> None:
             handles["norm"].buffer
 
 
+def test_a_model_larger_than_the_devices_memory_allocates_nothing(tmp_path: Path) -> None:
+    class Full(NumpyRuntime):
+        def require_free(self, needed_bytes: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
+            raise DeviceMemoryError(f"{what} needs {needed_bytes}")
+
+    write_hf_model(tmp_path / "tiny", tiny_config("llama"))
+    runtime = Full()
+    with open_model(tmp_path / "tiny") as source:
+        planner = WeightPlanner(source, runtime.profile)
+        declare(planner, source.config)
+        with pytest.raises(DeviceMemoryError, match=f"the weights of tiny needs {planner.total_bytes}"):
+            planner.upload(runtime)
+        assert runtime.allocated_bytes == 0
+
+
 def test_progress_rises_to_the_whole(tmp_path: Path) -> None:
     write_hf_model(tmp_path, tiny_config("llama"))
     with open_model(tmp_path) as source:

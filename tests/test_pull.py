@@ -5,11 +5,13 @@ A wheel of a few bytes in a local folder takes the place of the package index: p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -257,6 +259,35 @@ def test_the_command_prints_the_path_and_nothing_else_in_a_pipe(index: Path, mod
     result = CliRunner().invoke(command, ["tiny"])
     assert result.exit_code == 0, result.output
     assert result.output == f"{models / 'tiny.gguf'}\n"
+
+
+def test_the_command_shows_progress_on_a_terminal(index: Path, models: Path) -> None:
+    """On a pseudo-terminal, in a process of its own: the bar is drawn and gone, the path is what stays."""
+    program = (
+        "import sys, time\n"
+        "from xinfer_vk.cli import pull\n"
+        "def slow(name, progress):\n"
+        "    for done in range(8):\n"
+        "        progress('downloading tiny', done, 8)\n"
+        "        time.sleep(0.1)\n"
+        "    return 'where/it/is'\n"
+        "pull.pull = slow\n"
+        "pull.command.main(['tiny'])\n"
+    )
+    master, slave = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=slave, env=environment
+    )
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal ends with its last writer
+        while chunk := os.read(master, 4096):
+            shown += chunk
+    os.close(master)
+    assert process.communicate()[0] == b"where/it/is\n"
+    assert process.returncode == 0
+    assert b"downloading tiny" in shown
 
 
 def test_the_demo_model_is_pulled_by_its_name(

@@ -191,6 +191,10 @@ class Runtime(Protocol):
     def allocated_bytes(self) -> int:
         """Device memory in buffers now."""
 
+    def require_free(self, needed_bytes: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
+        """Raise :class:`~xinfer_vk.errors.OutOfMemoryError`, naming ``what``, unless that much memory for
+        buffers of that kind is free: for those who know a sum before they allocate its parts."""
+
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer: ...
 
     def free(self, buffer: Buffer) -> None: ...

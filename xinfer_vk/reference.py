@@ -41,6 +41,9 @@ class NumpyRuntime:
     def allocated_bytes(self) -> int:
         return sum(array.nbytes for array in self._arrays.values())
 
+    def require_free(self, needed_bytes: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
+        """The host's memory is not counted."""
+
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
         buffer = Buffer(name, words, kind)
         self._arrays[buffer] = np.zeros(words, np.uint32)

@@ -154,6 +154,7 @@ class WeightPlanner:
         :class:`OutOfMemoryError` from the runtime, after freeing what was allocated.
         """
         self._refuse_unused()
+        runtime.require_free(self.total_bytes, f"the weights of {self.source.name}")
         arenas = [arena for arena in (self._params, *self._arenas) if arena.words]
         try:
             for arena in arenas:
