@@ -94,7 +94,48 @@ def test_qwen2_5_0_5b_instruct_reads_as_published() -> None:
         eos_token_ids=(151645, 151643),
         bos_token_id=151643,
     )
-    assert config.parameters == 493_961_216  # the 494 million of the model card, less norms and biases
+
+
+def test_llama_3_2_1b_instruct_reads_as_published() -> None:
+    """The config.json of meta-llama/Llama-3.2-1B-Instruct, as it is on the hub."""
+    published = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+        "vocab_size": 128256,
+    }
+    config = config_from_hf(published)
+    assert (config.heads, config.kv_heads, config.head_dim, config.max_position) == (32, 8, 64, 131072)
+    assert (config.rope_theta, config.rope_scaling) == (5e5, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192))
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (False, False, False)
 
 
 def test_missing_keys_take_the_defaults_of_transformers() -> None:

@@ -105,13 +105,6 @@ class ModelConfig:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
-    @property
-    def parameters(self) -> int:
-        """Weights of the model, a tied head counted once, biases and norms left out."""
-        per_layer = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim + 3 * self.intermediate_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.layers * per_layer + embeddings
-
 
 def config_from_hf(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, where: str = "config.json"

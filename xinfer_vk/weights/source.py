@@ -30,8 +30,8 @@ __all__ = ["ModelSource", "TensorInfo", "open_model"]
 MAX_CONFIG_BYTES = 16 << 20
 SINGLE_NAME = "model.safetensors"
 
-# Buffers that checkpoints of these families carry and that the config already determines.
-KNOWN_EXTRA = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.position_ids)$")
+# Buffers that old checkpoints of these families carry and that the config already determines.
+KNOWN_EXTRA = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 GGUF_NAMES = {
     "token_embd": "model.embed_tokens",
