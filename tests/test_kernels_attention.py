@@ -1,0 +1,227 @@
+"""Attention: every case on every device, and against dense softmax attention in float64, written here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from xinfer_vk.errors import UsageError
+from xinfer_vk.kernels.attention import attention, geometry, partial_words, query_tile
+from xinfer_vk.kernels.base import Ref
+from xinfer_vk.plan import BufferKind
+from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
+from xinfer_vk.selftest import attention as cases
+from xinfer_vk.selftest.batch import Batch, filled_cache
+from xinfer_vk.selftest.case import Bench
+
+TOLERANCE = 1e-5  # outputs are means of normal numbers; f32 scores up to about 8
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_device_equals_oracle(runtime, case):
+    if not case.applies(runtime.profile):
+        pytest.skip("the same as another case on this device, or too long to compile")
+    assert case.run(runtime).problem == ""
+
+
+def dense_attention(q, keys, values, past):
+    """softmax(q kᵀ / √d) v with a causal mask, one head and one query at a time, in float64.
+
+    q [new, heads, d]; keys, values [past + new, kv_heads, d].
+    """
+    out = np.zeros(q.shape)
+    for t in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            g = h // (q.shape[1] // keys.shape[1])
+            scores = keys[: past + t + 1, g].astype(float) @ q[t, h].astype(float) / np.sqrt(q.shape[2])
+            p = np.exp(scores - scores.max())
+            out[t, h] = p @ values[: past + t + 1, g].astype(float) / p.sum()
+    return out
+
+
+def attend(
+    runtime, sequences, rows, heads, kv_heads, head_dim, kv_dtype="f16", *, profile=None, context=0, seed=0
+):
+    """(device's output, dense output), both [tokens, heads, head_dim], of random numbers."""
+    bench = Bench(runtime, profile or runtime.profile)
+    rng = np.random.default_rng(seed)
+    batch = Batch(sequences, rows, tile=query_tile(bench.profile, head_dim), seed=seed)
+    storage = np.float16 if kv_dtype == "f16" else np.float32
+
+    def vectors(n):
+        return rng.standard_normal((n, kv_heads, head_dim)).astype(storage).astype(np.float32)
+
+    keys, values = [[vectors(past + new) for past, new in sequences] for _ in range(2)]
+    q = rng.standard_normal((batch.tokens, heads, head_dim)).astype(np.float32)
+    try:
+        cache = filled_cache(bench, batch, kv_dtype, kv_heads, head_dim, keys, values)
+        width, context = heads * head_dim, context or batch.max_context
+        queries = bench.buffer("q", rows * width)
+        bench.write(queries, 0, q)
+        out = bench.buffer("out", rows * width)
+        partials = bench.buffer("partials", 1 + partial_words(bench.profile, rows, heads, head_dim, context))
+        steps = attention(
+            bench.profile, kv_dtype, Ref(queries), width, Ref(out), width, cache.buffer, cache.k_offset,
+            cache.v_offset, heads, kv_heads, head_dim, rows, context, batch.state_buffer(bench),
+            Ref(partials),
+        )  # fmt: skip
+        got = bench.run(steps)["out"].view(np.float32)[: batch.tokens * width].reshape(q.shape)
+    finally:
+        bench.close()
+    want, row = [], 0
+    for (past, new), k, v in zip(sequences, keys, values):
+        want.append(dense_attention(q[row : row + new], k, v, past))
+        row += new
+    return got, np.concatenate(want)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(3, 1), (7, 1), (8, 1), (6, 2)])
+def test_several_heads_share_a_kv_head(runtime, heads, kv_heads):
+    for sequences, rows in ((((0, 5), (33, 1)), 8), (((30, 20), (0, 3)), 32)):
+        got, want = attend(runtime, sequences, rows, heads, kv_heads, 16)
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("head_dim, kv_dtype", [(80, "f16"), (74, "f16"), (38, "f32")])
+def test_head_dims_that_are_no_power_of_two(runtime, head_dim, kv_dtype):
+    got, want = attend(runtime, ((61, 7), (0, 2)), 16, 2, 1, head_dim, kv_dtype)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "f32"])
+@pytest.mark.parametrize("head_dim", [2, 6, 32, 38, 64, 74, 80, 96, 128, 256])
+def test_oracle_equals_dense_attention(numpy_runtime, head_dim, kv_dtype):
+    """Every shape; that devices equal the oracle is the cases' to show."""
+    for heads, kv_heads in ((1, 1), (3, 1), (7, 1), (8, 1), (9, 3)):
+        for sequences, rows in ((((61, 7), (0, 33)), 64), (((31, 1), (32, 1), (0, 1)), 4)):
+            got, want = attend(numpy_runtime, sequences, rows, heads, kv_heads, head_dim, kv_dtype)
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7, 31, 33, 63, 65, 257])
+def test_a_prompt_of_any_length(runtime, tokens):
+    got, want = attend(runtime, ((0, tokens),), 1 << (tokens - 1).bit_length(), 2, 1, 16)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("position", [0, 30, 31, 32, 62, 63, 64, 255, 1000])
+def test_a_token_at_any_position(runtime, position):
+    got, want = attend(runtime, ((position, 1),), 1, 2, 1, 16)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_random_ragged_batches(runtime):
+    rng = np.random.default_rng(7)
+    for _ in range(6):
+        count = int(rng.integers(1, 9))
+        sequences = tuple((int(rng.integers(0, 80)), int(rng.integers(1, 20))) for _ in range(count))
+        tokens = sum(new for _, new in sequences)
+        got, want = attend(
+            runtime, sequences, 1 << (tokens - 1).bit_length(), 3, 1, 16, seed=int(rng.integers(1000))
+        )
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("positions", [(0,), (31, 32, 2047), (4095, 0, 100, 700)])
+def test_splits_that_a_short_context_leaves_unused_do_not_matter(runtime, positions):
+    """The plan is split for a context of 4096 whatever the sequences' lengths are."""
+    assert geometry(runtime.profile, 2, 1, 16, 4, 4096).splits > 1
+    got, want = attend(runtime, tuple((p, 1) for p in positions), 4, 2, 1, 16, context=4096)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_splits_cover_every_block_once(numpy_runtime):
+    """Through the oracles, at every length up to 20 blocks, for both classes of device."""
+    for simd in (True, False):
+        profile = replace(NUMPY_PROFILE, simd=simd)
+        for past in range(0, 640, 31):
+            got, want = attend(numpy_runtime, ((past, 1),), 1, 2, 1, 4, profile=profile, context=4096)
+            np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_one_chunk_equals_token_by_token(runtime):
+    """The two geometries give the same numbers up to rounding."""
+    tokens, heads, dim = 8, 3, 64
+    together = attend(runtime, ((90, tokens),), 64, heads, 1, dim)[0]
+    apart = attend(runtime, ((90, tokens),), 8, heads, 1, dim)[0]
+    np.testing.assert_allclose(together, apart, rtol=0, atol=2e-6)
+
+
+def test_no_tokens_write_nothing(runtime):
+    bench = Bench(runtime, runtime.profile)
+    try:
+        words = Batch(((0, 1),), 1).state()
+        words[:3] = 0  # no tokens, no outputs, no tiles
+        state = bench.filled("state", words, BufferKind.STATE)
+        q, out = bench.buffer("q", 16 * 32), bench.buffer("out", 16 * 32)
+        cache = bench.buffer("cache", 2 * 32 * 8, BufferKind.KV)
+        for rows in (1, 16):
+            steps = attention(
+                bench.profile,
+                "f16",
+                Ref(q),
+                32,
+                Ref(out),
+                32,
+                cache,
+                0,
+                256,
+                2,
+                1,
+                16,
+                rows,
+                64,
+                state,
+                Ref(out),
+            )
+            before = set(bench.run(steps)["out"].tolist())
+            assert len(before) == 1, "some words are not poison any more"
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("simd", [True, False])
+def test_shared_memory_registers_and_groups_stay_within_what_every_device_has(simd):
+    for features in (frozenset(), frozenset({"subgroup_shuffle"})):
+        P = replace(NUMPY_PROFILE, simd=simd, features=features)
+        for heads, kv_heads in ((9, 3), (14, 2), (32, 8), (64, 8), (8, 8), (71, 1)):
+            for head_dim in (32, 64, 80, 96, 128, 256):
+                for tokens in (1, 8, 16, 64, 512):
+                    g = geometry(P, heads, kv_heads, head_dim, tokens, 131072)
+                    octets = g.row_octets * g.kv_octets
+                    quads = g.rows * (g.row_octets * (-(-head_dim // 8) * 2 + 1) + octets * (9 + 2))
+                    assert 16 * quads <= 16 << 10, "more than 16 KiB of shared memory"
+                    assert g.local_size <= 256
+                    assert g.rows * (head_dim // 8 + 4) <= 100, "more registers than a lane has"
+                    assert g.splits % g.kv_octets == 0
+                    words = partial_words(P, tokens, heads, head_dim, 131072)
+                    assert words == (tokens * heads * g.splits * (head_dim + 2) if g.splits > 1 else 0)
+                    steps = _steps(P, heads, kv_heads, head_dim, tokens)
+                    assert max(max(step.groups) for step in steps) <= 65535
+
+
+def _steps(P, heads, kv_heads, head_dim, tokens):
+    rt = NumpyRuntime(P)
+    x = rt.allocate("x", 1, BufferKind.SCRATCH)
+    args = (Ref(x), 1, Ref(x), 1, x, 0, 0, heads, kv_heads, head_dim, tokens, 131072, x, Ref(x))
+    return attention(P, "f16", *args)
+
+
+def test_shapes_that_the_kernel_cannot_do_are_refused(numpy_runtime):
+    P, x = numpy_runtime.profile, numpy_runtime.allocate("x", 1, BufferKind.SCRATCH)
+
+    def build(kv_dtype="f16", k_offset=0, heads=4, kv_heads=2, head_dim=16):
+        args = (Ref(x), 1, Ref(x), 1, x, k_offset, 0, heads, kv_heads, head_dim, 1, 64, x, Ref(x))
+        return attention(P, kv_dtype, *args)
+
+    for arguments, message in (
+        ({"heads": 5}, "5 query heads cannot share 2 KV heads"),
+        ({"kv_heads": 0}, "share 0 KV heads"),
+        ({"head_dim": 15}, "head dim 15"),
+        ({"kv_dtype": "q8"}, "kv dtype 'q8'"),
+        ({"k_offset": 6}, "k offset 6"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            build(**arguments)

@@ -1,0 +1,158 @@
+"""RMSNorm, RoPE, KV copy, SwiGLU, argmax: every case on every device, and against other formulas."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xinfer_vk.errors import UsageError
+from xinfer_vk.kernels import kv
+from xinfer_vk.kernels import state as st
+from xinfer_vk.kernels.argmax import NAN_RESULT, argmax, argmax_partial_words
+from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.copy_region import copy_kv
+from xinfer_vk.kernels.rmsnorm import rmsnorm
+from xinfer_vk.kernels.rope import rope, rope_table
+from xinfer_vk.kernels.swiglu import swiglu
+from xinfer_vk.plan import BufferKind
+from xinfer_vk.selftest import device, small
+from xinfer_vk.selftest.batch import Batch
+from xinfer_vk.selftest.case import Bench
+from xinfer_vk.selftest.small import HALF_EDGES, logits_of_every_kind
+
+SHADERS = Path(__file__).resolve().parent.parent / "shaders"
+
+
+@pytest.mark.parametrize("case", [*device.CASES, *small.CASES], ids=str)
+def test_device_equals_oracle(runtime, case):
+    if not case.applies(runtime.profile):
+        pytest.skip("the same as another case on this device")
+    assert case.run(runtime).problem == ""
+
+
+def test_shaders_and_python_agree_on_the_state_buffer():
+    """include/state.glsl, evaluated, is kernels/state.py."""
+    text = (SHADERS / "include" / "state.glsl").read_text(encoding="utf-8")
+    values: dict[str, int] = {}
+    for name, expression in re.findall(r"^const uint (\w+) = ([^;]+);", text, re.M):
+        values[name] = sum(
+            values[term] if term in values else int(term.removesuffix("u"))
+            for term in expression.split(" + ")
+        )
+    assert len(values) == text.count("const uint")
+    python = {name: value for name, value in vars(st).items() if name.isupper()}
+    assert {name.removeprefix("STATE_"): value for name, value in values.items()} == python
+
+
+def test_state_arrays_do_not_overlap():
+    starts = [
+        st.TOKEN_ID,
+        st.POSITION,
+        st.SEQUENCE,
+        st.SLOT,
+        st.OUTPUT_ROW,
+        st.TILE_START,
+        st.TILE_COUNT,
+        st.BLOCK_TABLE,
+    ]
+    assert np.diff(starts).tolist() == [st.MAX_TOKENS] * 7
+    assert max(st.N_TOKENS, st.N_OUTPUTS, st.N_QUERY_TILES, st.TABLE_STRIDE) < st.TOKEN_ID
+
+
+# -- against formulas that the oracles do not share ------------------------------------------------
+
+
+@pytest.fixture
+def bench(runtime):
+    made = Bench(runtime, runtime.profile)
+    yield made
+    made.close()
+
+
+def test_rmsnorm_is_as_exact_as_a_float32_computation_in_numpy(bench):
+    rng = np.random.default_rng(0)
+    dim = 2048
+    x = (rng.standard_normal((3, dim)) * [[1.0], [300.0], [1e-3]]).astype(np.float32)
+    weight = rng.standard_normal(dim).astype(np.float32)
+    state = Batch(((0, 3),), 3).state_buffer(bench)
+    buffers = bench.filled("x", x), bench.filled("weight", weight), bench.buffer("y", 3 * dim)
+    a, w, y = (Ref(b) for b in buffers)
+    got = bench.run(rmsnorm(bench.profile, a, dim, w, y, dim, dim, 1e-6, 3, state))["y"].view(np.float32)
+    exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6) * weight
+    plain = weight * (x * (1 / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(1e-6))))
+    assert np.abs(got.reshape(3, dim) - exact).max() <= 2 * np.abs(plain - exact).max()
+
+
+def test_rope_is_the_rotate_half_of_hugging_face(bench):
+    rng = np.random.default_rng(0)
+    heads, dim, positions = 3, 16, np.array([0, 5, 1000])
+    x = rng.standard_normal((3, heads, dim)).astype(np.float32)
+    inv_freq = 10000.0 ** -(np.arange(0, dim, 2) / dim)
+    words = Batch(((0, 3),), 3).state()
+    words[st.POSITION : st.POSITION + 3] = positions
+    state = bench.filled("state", words, BufferKind.STATE)
+    vectors, table = bench.filled("x", x), bench.filled("table", rope_table(inv_freq, 1001))
+    steps = rope(bench.profile, Ref(vectors), heads * dim, heads, dim, dim, Ref(table), 3, state)
+    got = bench.run(steps)["x"].view(np.float32).reshape(x.shape)
+    angles = np.concatenate([positions[:, None] * inv_freq] * 2, axis=1)[:, None]
+    rotated = np.concatenate([-x[..., dim // 2 :], x[..., : dim // 2]], axis=-1)
+    np.testing.assert_allclose(got, x * np.cos(angles) + rotated * np.sin(angles), rtol=0, atol=1e-6)
+
+
+def test_what_is_copied_to_the_cache_is_read_back_in_order(bench):
+    """Positions of two sequences, through shuffled blocks, and f16 rounds as NumPy does."""
+    heads, dim = 2, 24
+    batch = Batch(((0, 40), (0, 70)), 110, seed=3)
+    rng = np.random.default_rng(0)
+    k = rng.standard_normal((110, heads, dim)).astype(np.float32)
+    v = np.resize(HALF_EDGES[np.isfinite(HALF_EDGES)], k.shape).astype(np.float32)
+    region = batch.blocks * heads * dim // 2 * 32
+    cache = bench.buffer("cache", 2 * region, BufferKind.KV)
+    state = batch.state_buffer(bench)
+    steps = copy_kv(
+        bench.profile, "f16", Ref(bench.filled("k", k)), heads * dim, Ref(bench.filled("v", v)), heads * dim,
+        cache, 0, region, heads, dim, 110, state,
+    )  # fmt: skip
+    words = bench.run(steps)["cache"]
+    for sequence, rows in ((0, slice(0, 40)), (1, slice(40, 110))):
+        keys, values = kv.read_sequence(
+            words, batch.state(), sequence, rows.stop - rows.start, k_offset=0, v_offset=region,
+            kv_heads=heads, head_dim=dim, kv_dtype="f16",
+        )  # fmt: skip
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(keys, k[rows].astype(np.float16))
+            np.testing.assert_array_equal(values, v[rows].astype(np.float16))
+
+
+def test_swiglu_neither_overflows_nor_hides_nan(bench):
+    gate = np.array([[-1e30, -np.inf, 1e30, np.nan, 0.0, -20.0]], np.float32)
+    up = np.array([[1e30, 1.0, 1.0, 1.0, 5.0, 1.0]], np.float32)
+    state = Batch(((0, 1),), 1).state_buffer(bench)
+    refs = Ref(bench.filled("gate", gate)), Ref(bench.filled("up", up)), Ref(bench.buffer("y", 6))
+    got = bench.run(swiglu(bench.profile, *refs, 6, 6, 6, 6, 1, state))["y"].view(np.float32)
+    np.testing.assert_allclose(got[[0, 1, 2, 4]], [0.0, 0.0, 1e30, 0.0], rtol=1e-6)
+    assert np.isnan(got[3])
+    np.testing.assert_allclose(got[5], -20 / (1 + np.exp(20.0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 7, 257, 65537])
+def test_argmax_is_numpys_argmax(bench, n):
+    logits = logits_of_every_kind(n)
+    rows = len(logits)
+    state = Batch(((0, rows),), rows, outputs=tuple(range(rows))).state_buffer(bench)
+    x, result = bench.filled("x", logits), bench.buffer("result", rows, BufferKind.RESULT)
+    partials = bench.buffer("partials", argmax_partial_words(bench.profile, n, rows))
+    steps = argmax(bench.profile, Ref(x), n, n, rows, Ref(result), Ref(partials), state)
+    nan = np.isnan(logits).any(axis=1)
+    want = np.where(nan, NAN_RESULT, logits.argmax(axis=1))
+    assert bench.run(steps)["result"].tolist() == want.tolist()
+
+
+def test_a_rotary_dim_that_cannot_be_is_refused(numpy_runtime):
+    P, x = numpy_runtime.profile, numpy_runtime.allocate("x", 64, BufferKind.SCRATCH)
+    for rotary_dim in (0, 7, 18):
+        with pytest.raises(UsageError, match=f"rotary dim {rotary_dim} "):
+            rope(P, Ref(x), 16, 1, 16, rotary_dim, Ref(x), 1, x)
