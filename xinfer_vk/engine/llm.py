@@ -231,8 +231,11 @@ class LLM:
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
     def _runner_for(self, tokens: int) -> ModelRunner:
-        """A runner whose cache holds ``tokens``; a larger one replaces a smaller one."""
+        """A runner whose cache holds ``tokens``; one of twice the size replaces one that is too small, so
+        that growing conversations do not record their plans anew at every call."""
         needed = self.context or tokens
+        if self._runner is not None and self._runner.cache.capacity < needed:
+            needed = max(needed, min(2 * self._runner.cache.capacity, self.config.max_position))
         if self._runner is None or self._runner.cache.capacity < needed:
             if self._runner is not None:
                 runner, self._runner = self._runner, None
