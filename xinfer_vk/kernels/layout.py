@@ -40,6 +40,12 @@ def scale_words(fmt: str, cols: int) -> int:
     return blocks if fmt == "q4_1" else 0
 
 
+def data_words(fmt: str, cols: int) -> int:
+    """Words of weights in a row of ``cols``, scales apart."""
+    per_word = {"f32": 1, "f16": 2, "bf16": 2, "q8_0": 4, "q4_0": 8, "q4_1": 8}[fmt]
+    return -(-cols // per_word)
+
+
 def row_words(fmt: str, cols: int) -> int:
     """32-bit words of one row of ``cols`` weights. ``ValueError`` for an unknown format or a ``cols``
     that the format's blocks do not divide."""
@@ -47,14 +53,9 @@ def row_words(fmt: str, cols: int) -> int:
         raise ValueError(f"weight format {fmt!r} is not supported (supported: {', '.join(FORMATS)})")
     if cols < 1:
         raise ValueError(f"a row of {cols} weights: must be at least 1")
-    if fmt == "f32":
-        return cols
-    if fmt in ("f16", "bf16"):
-        return -(-cols // 2)
-    if cols % BLOCK:
+    if fmt in BLOCK_FORMATS and cols % BLOCK:
         raise ValueError(f"{fmt} rows are blocks of {BLOCK} weights: {cols} columns are not a multiple")
-    per_block = 8 if fmt == "q8_0" else 4
-    return scale_words(fmt, cols) + cols // BLOCK * per_block
+    return scale_words(fmt, cols) + data_words(fmt, cols)
 
 
 def padded_rows(rows: int) -> int:

@@ -1,0 +1,62 @@
+// What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, or through SwiGLU.
+// W lies in the x8 layout; see include/formats.glsl, which must be included first. ALIGNED is a
+// specialization constant, EPILOGUE_LOOP what to do with a loop of four: [[unroll]] or [[dont_unroll]].
+layout(set = 0, binding = 0) readonly buffer W { uvec4 w[]; };
+layout(set = 0, binding = 1) readonly buffer X { vec4 x[]; };   // [tokens][x_stride] floats at x_offset
+layout(set = 0, binding = 2) buffer Y { float y[]; };           // [tokens][y_stride] at y_offset
+layout(set = 0, binding = 3) readonly buffer State { uint state[]; };
+layout(set = 0, binding = 4) readonly buffer Bias { float bias[]; }; // [rows of the whole matrix]
+layout(push_constant) uniform Push {
+    uint w_offset;    // words, a multiple of 4
+    uint rows;        // of this part
+    uint cols;
+    uint first_row;   // of this part in the whole matrix
+    uint x_offset;    // words
+    uint x_stride;    // words
+    uint y_offset;    // words
+    uint y_stride;    // words
+    uint bias_offset; // words
+    uint has_bias;
+    uint epilogue;    // STORE, ADD, SWIGLU
+    uint count_at;    // word of the state buffer with the number of rows of x in use
+} p;
+
+const uint STORE = 0u, ADD = 1u, SWIGLU = 2u;
+
+// x is declared as vec4 so that a lane can load four values at once; where the rows of x do not begin
+// at multiples of four words (ALIGNED == 0) the same four are picked one by one.
+float load_x(uint i) { return x[i >> 2u][i & 3u]; }
+
+vec4 load_x4(uint i) {
+    if (ALIGNED != 0u)
+        return x[i >> 2u];
+    return vec4(load_x(i), load_x(i + 1u), load_x(i + 2u), load_x(i + 3u));
+}
+
+// Bias of rows row .. row+3 of this part; zero for rows of the padding.
+vec4 load_bias(uint row) {
+    vec4 b = vec4(0.0);
+    if (p.has_bias != 0u)
+        EPILOGUE_LOOP for (uint c = 0u; c < min(4u, p.rows - min(row, p.rows)); c++)
+            b[c] = bias[p.bias_offset + p.first_row + row + c];
+    return b;
+}
+
+float silu(float a) { return a / (1.0 + exp(-a)); }
+
+// Rows row .. row+3 (row a multiple of 4) of token t are v. Rows of the padding are not stored.
+void store(uint row, uint t, vec4 v) {
+    uint first = p.first_row + row, count = min(4u, p.rows - min(row, p.rows));
+    if (p.epilogue == SWIGLU) { // gate in even rows, up in odd ones
+        v.xy = vec2(silu(v.x) * v.y, silu(v.z) * v.w);
+        first /= 2u;
+        count /= 2u;
+    }
+    first += p.y_offset + t * p.y_stride;
+    EPILOGUE_LOOP for (uint c = 0u; c < count; c++) {
+        float a = v[c];
+        if (p.epilogue == ADD)
+            a += y[first + c];
+        y[first + c] = a;
+    }
+}

@@ -1,0 +1,115 @@
+// Matrix products on GPUs for few tokens (decode): y[t] = W x[t] for up to TOKENS tokens a workgroup.
+//
+// A workgroup computes 8 rows. Lane 2s + h takes words s, s + S, s + 2S, … of the rows of half h
+// (S = lanes / 2): 16 bytes, one word of four rows, so neighbouring lanes read neighbouring 16 bytes
+// and any subgroup of 16, 32 or 64 reads 256, 512 or 1024 bytes in a row. For one token
+// four such loads are in flight per lane. x is read through the cache, 16 bytes a lane, once for four rows.
+//
+// Bytes: the weights once per TOKENS tokens; x once per 8 rows, from the cache. Flops: 2 per weight and
+// token, which at 4 to 16 bits a weight stays far below what any GPU computes in the time it reads them.
+// The partial sums of the lanes are added in shared memory: 16 bytes a lane and token (at most 16 KiB),
+// neighbouring lanes at neighbouring addresses, so without bank conflicts; log2(S) barriers.
+// Workgroups: x = ceil(rows / 8), y = ceil(tokens / TOKENS).
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1
+layout(local_size_x_id = 0) in; // spec: local_size, a power of two
+layout(constant_id = 1) const uint TOKENS = 1u;
+layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
+#include "formats.glsl"
+#define EPILOGUE_LOOP [[unroll]]
+#include "linear.glsl"
+
+// Words of W in flight; with more tokens their loads of x fill the time instead.
+const uint IN_FLIGHT = TOKENS < 4u ? 4u / TOKENS : 1u;
+#define FOR_TOKENS [[unroll]] for (uint t = 0u; t < TOKENS; t++)
+#define FOR_LOADS [[unroll]] for (uint u = 0u; u < IN_FLIGHT; u++)
+
+shared vec4 partial[gl_WorkGroupSize.x * TOKENS];
+
+// The values of x that meet data word k; zero beyond the last column, which is not read.
+void load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
+#if defined(NIBBLES)
+    const vec4 lo = load_x4(x_at + column(k, 0u)), hi = load_x4(x_at + column(k, 1u));
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        xs[2u * i] = lo[i];
+        xs[2u * i + 1u] = hi[i];
+    }
+#elif defined(FORMAT_Q8_0)
+    const vec4 v = load_x4(x_at + column(k, 0u));
+    [[unroll]] for (uint i = 0u; i < 4u; i++)
+        xs[i] = v[i];
+#else
+    [[unroll]] for (uint i = 0u; i < WEIGHTS; i++) {
+        xs[i] = 0.0;
+        if (column(k, i) < p.cols)
+            xs[i] = load_x(x_at + column(k, i));
+    }
+#endif
+}
+
+void main() {
+    const uint t0 = gl_WorkGroupID.y * TOKENS;
+    const uint used = state[p.count_at];
+    if (t0 >= used)
+        return; // the whole workgroup: used is the same for all
+    const uint lane = gl_LocalInvocationID.x, slots = gl_WorkGroupSize.x / 2u;
+    const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols), words = DATA_WORDS(p.cols);
+    const uint quad = p.w_offset / 4u + gl_WorkGroupID.x * row_words * 2u + (lane & 1u); // word k: w[quad + 2k]
+
+    vec4 acc[TOKENS];
+    uint x_at[TOKENS];
+    FOR_TOKENS {
+        acc[t] = vec4(0.0);
+        x_at[t] = p.x_offset + min(t0 + t, used - 1u) * p.x_stride; // unused rows are not read
+    }
+    for (uint k0 = lane / 2u; k0 < words; k0 += IN_FLIGHT * slots) {
+        uvec4 word[IN_FLIGHT];
+        FOR_LOADS word[u] = w[quad + 2u * (data_first + min(k0 + u * slots, words - 1u))];
+#ifdef SCALED
+        uvec4 scale[IN_FLIGHT];
+        FOR_LOADS scale[u] = w[quad + 2u * scale_word(min(k0 + u * slots, words - 1u) / BLOCK_WORDS)];
+#endif
+        FOR_LOADS {
+            const uint k = k0 + u * slots;
+            if (k < words) {
+                vec4 v[WEIGHTS];
+                decode(word[u], v);
+#ifdef SCALED
+                vec4 d, m;
+                scales(scale[u], k / BLOCK_WORDS, d, m);
+#endif
+                FOR_TOKENS {
+                    float xs[WEIGHTS];
+                    load_columns(x_at[t], k, xs);
+#ifdef SCALED
+                    vec4 sum = vec4(0.0);
+                    float all = 0.0;
+                    [[unroll]] for (uint i = 0u; i < WEIGHTS; i++) {
+                        sum += v[i] * xs[i];
+                        all += xs[i];
+                    }
+                    acc[t] += d * sum + m * all;
+#else
+                    [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
+                        acc[t] += v[i] * xs[i];
+#endif
+                }
+            }
+        }
+    }
+
+    FOR_TOKENS partial[t * gl_WorkGroupSize.x + lane] = acc[t];
+    barrier();
+    for (uint s = slots; s >= 2u; s /= 2u) {
+        if (lane < s)
+            FOR_TOKENS partial[t * gl_WorkGroupSize.x + lane] += partial[t * gl_WorkGroupSize.x + lane + s];
+        barrier();
+    }
+    // lanes 0 and 1 hold the sums of rows 0-3 and 4-7; lane l stores token l / 2
+    for (uint i = lane; i < 2u * min(TOKENS, used - t0); i += gl_WorkGroupSize.x) {
+        const uint row = gl_WorkGroupID.x * 8u + (i & 1u) * 4u;
+        store(row, t0 + i / 2u, partial[i / 2u * gl_WorkGroupSize.x + (i & 1u)] + load_bias(row));
+    }
+}

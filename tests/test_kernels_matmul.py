@@ -1,0 +1,332 @@
+"""Matrix products: every format, kernel family, tile and epilogue, on every Vulkan device, against float64.
+
+Tolerance. A sum of n products in float32 makes n roundings of at most 2^-24 of a partial sum, and no
+partial sum exceeds S = sum |w x| (with |d q| + |m| for |w|, see WeightMatrix.magnitude). They add up
+like a random walk, so 4 sqrt(n) 2^-24 S is far more than any order of summation needs, and a small
+fraction of what a single wrong nibble changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from weight_matrices import BLOCK_FORMATS, FORMATS, WeightMatrix, random_matrix
+
+from xinfer_vk.kernels import state as st
+from xinfer_vk.kernels.base import Part, Ref
+from xinfer_vk.kernels.layout import matrix_words, row_words
+from xinfer_vk.kernels.matmul import linear
+from xinfer_vk.kernels.unpack import unpack, unpack_rows
+from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Step
+from xinfer_vk.reference import NumpyRuntime
+
+POISON = np.float32(np.nan)
+EPS = 2.0**-24
+SIZES = (1, 3, 7, 31, 33, 63, 65, 257)
+
+# The classes of devices that a kernel is written for, whatever the device under test is.
+PROFILES = {
+    "simd": {"simd": True},
+    "simd-small-subgroup": {"simd": True, "subgroup_size": 4},
+    "gpu": {"simd": False},
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product: ``used`` of ``tokens`` rows of x are real, the others NaN. ``splits``: first rows of
+    the parts after the first. ``gap``: words between the rows of x (and y) beyond what they need."""
+
+    fmt: str
+    rows: int
+    cols: int
+    tokens: int
+    used: int
+    epilogue: str = "store"
+    bias: bool = False
+    splits: tuple[int, ...] = ()
+    gap: int = 0
+    count: str = "tokens"
+
+    @property
+    def x_stride(self) -> int:
+        return -(-self.cols // 4) * 4 + self.gap
+
+    @property
+    def width(self) -> int:
+        return self.rows // 2 if self.epilogue == "swiglu" else self.rows
+
+
+class Setup:
+    """The buffers and contents of a product, the same for every runtime it is run on."""
+
+    def __init__(self, product: Product) -> None:
+        p = self.product = product
+        rng = np.random.default_rng(abs(hash((p.rows, p.cols, p.tokens))) % 2**32)
+        self.matrix: WeightMatrix = random_matrix(p.fmt, p.rows, p.cols, rng)
+        self.x = np.full((p.tokens, p.x_stride), POISON)
+        self.x[: p.used, : p.cols] = rng.standard_normal((p.used, p.cols))
+        self.before = rng.standard_normal((p.tokens, p.width)).astype(np.float32)
+        self.bias = rng.standard_normal(p.rows).astype(np.float32)
+
+    def run(self, rt: Any, profile: DeviceProfile) -> np.ndarray:
+        """The words of y after the product, with a frame of poison around."""
+        p = self.product
+        y_stride = p.width + 1 + p.gap
+        buffers: list[Buffer] = []
+
+        def put(name: str, kind: BufferKind, values: np.ndarray, offset: int) -> Ref:
+            words = np.full(-(-(offset + values.size) // 4) * 4, POISON).view(np.uint32)
+            words[offset : offset + values.size] = values.reshape(-1).view(np.uint32)
+            buffers.append(rt.allocate(name, words.size, kind))
+            rt.write(buffers[-1], 0, words)
+            return Ref(buffers[-1], offset)
+
+        bounds = (0, *p.splits, p.rows)
+        per_row = row_words(p.fmt, p.cols)
+        parts = []
+        for i, (first, last) in enumerate(zip(bounds, bounds[1:])):
+            words = self.matrix.words[first * per_row : -(-last // 8) * 8 * per_row]
+            at = put(f"w{i}", BufferKind.WEIGHTS, words, 4 * i)
+            parts.append(Part(at.buffer, at.offset, first, last - first))
+        x = put("x", BufferKind.SCRATCH, self.x, 4 + p.gap)
+        y_values = np.full((p.tokens, y_stride), POISON)
+        if p.epilogue == "add":
+            y_values[:, : p.width] = self.before
+        y = put("y", BufferKind.SCRATCH, y_values, 3)
+        state_values = np.zeros(st.BLOCK_TABLE, np.uint32)
+        state_values[st.N_TOKENS if p.count == "tokens" else st.N_OUTPUTS] = p.used
+        state = put("state", BufferKind.STATE, state_values, 0).buffer
+        bias = put("params", BufferKind.WEIGHTS, self.bias, 5) if p.bias else None
+        steps = linear(
+            profile,
+            p.fmt,
+            parts,
+            p.cols,
+            x,
+            p.x_stride,
+            y,
+            y_stride,
+            p.tokens,
+            state,
+            bias,
+            p.epilogue,
+            p.count,
+        )
+        assert len(steps) == len(parts)
+        run(rt, steps)
+        got = rt.read(y.buffer, 0, y.buffer.words)
+        for buffer in buffers:
+            rt.free(buffer)
+        untouched = np.ones(got.size, bool)
+        frame = np.zeros((p.tokens, y_stride), bool)
+        frame[: p.used, : p.width] = True
+        untouched[3 : 3 + frame.size] = ~frame.reshape(-1)
+        expected = np.full(got.size, POISON).view(np.uint32)
+        expected[3 : 3 + frame.size] = y_values.reshape(-1).view(np.uint32)
+        wrong = np.flatnonzero(untouched & (got != expected))
+        assert not wrong.size, f"{p}: wrote {wrong.size} words outside its rows, the first at {wrong[0]}"
+        return got[3 : 3 + frame.size].view(np.float32).reshape(p.tokens, y_stride)[: p.used, : p.width]
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """The result in float64 and how far a float32 computation may be from it."""
+        p = self.product
+        x = self.x[: p.used, : p.cols].astype(np.float64)
+        v = x @ self.matrix.dense.T
+        tolerance = 4 * EPS * np.sqrt(p.cols) * (np.abs(x) @ self.matrix.magnitude.T)
+        if p.bias:
+            v = v + self.bias
+            tolerance = tolerance + 4 * EPS * np.abs(self.bias)
+        tolerance = tolerance + 2 * EPS * np.abs(v)
+        if p.epilogue == "add":
+            v = v + self.before[: p.used]
+            tolerance = tolerance + 2 * EPS * (np.abs(v) + np.abs(self.before[: p.used]))
+        elif p.epilogue == "swiglu":
+            gate, up, gate_tol, up_tol = v[:, 0::2], v[:, 1::2], tolerance[:, 0::2], tolerance[:, 1::2]
+            # |silu'| <= 1.1; Vulkan allows exp(x) an error of 3 + 2|x| units in the last place
+            silu = gate / (1 + np.exp(-gate))
+            v = silu * up
+            tolerance = 1.1 * gate_tol * (np.abs(up) + up_tol) + np.abs(silu) * up_tol
+            tolerance = tolerance + np.abs(v) * 2 * EPS * (8 + 2 * np.abs(gate)) + 1e-30
+        return v, tolerance
+
+
+def run(rt: Any, steps: list[Step]) -> None:
+    recorded = rt.prepare(Plan("test", tuple(steps)))
+    recorded.run()
+    if hasattr(recorded, "release"):
+        recorded.release()
+
+
+def check(product: Product, rt: Any, profile: DeviceProfile) -> None:
+    setup = Setup(product)
+    want, tolerance = setup.expected()
+    got = setup.run(rt, profile)
+    error = np.abs(got - want) / tolerance
+    assert np.all(error <= 1), (
+        f"{product}: {np.count_nonzero(~(error <= 1))} of {error.size} values are wrong, "
+        f"the worst by {np.nanmax(error):.3g} of its tolerance"
+    )
+
+
+def cols_for(fmt: str, i: int) -> int:
+    return (32, 96, 64, 160, 256, 288, 32, 96)[i] if fmt in BLOCK_FORMATS else SIZES[i]
+
+
+@pytest.fixture(params=sorted(PROFILES))
+def profile(request: pytest.FixtureRequest, runtime: Any) -> DeviceProfile:
+    return replace(runtime.profile, **PROFILES[request.param])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_of_few_tokens_equal_float64(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
+    for i, rows in enumerate(SIZES):
+        tokens = (1, 2, 3, 7)[i % 4]
+        check(Product(fmt, rows, cols_for(fmt, i), tokens, tokens), runtime, profile)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_of_many_tokens_equal_float64(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
+    for rows, tokens, i in ((257, 33, 1), (65, 31, 4), (33, 63, 5), (7, 257, 0), (63, 65, 7), (1, 9, 2)):
+        check(Product(fmt, rows, cols_for(fmt, i), tokens, tokens), runtime, profile)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_unused_token_rows_are_neither_read_nor_written(
+    fmt: str, runtime: Any, profile: DeviceProfile
+) -> None:
+    for tokens, used in ((1, 0), (4, 3), (8, 1), (16, 0), (64, 33), (64, 8)):
+        check(Product(fmt, 40, 64, tokens, used), runtime, profile)
+
+
+@pytest.mark.parametrize("epilogue", ("store", "add", "swiglu"))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_bias_and_epilogues_equal_float64(
+    fmt: str, epilogue: str, runtime: Any, profile: DeviceProfile
+) -> None:
+    for bias in (False, True):
+        check(Product(fmt, 38, 64, 4, 3, epilogue, bias), runtime, profile)
+        check(Product(fmt, 70, 64, 16, 13, epilogue, bias), runtime, profile)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_matrix_split_by_rows_gives_the_same_product(
+    fmt: str, runtime: Any, profile: DeviceProfile
+) -> None:
+    for tokens in (1, 16):
+        for epilogue in ("store", "swiglu"):
+            product = Product(fmt, 102, 64, tokens, tokens, epilogue, bias=True, splits=(8, 72))
+            whole = Setup(replace(product, splits=())).run(runtime, profile)
+            split = Setup(product).run(runtime, profile)
+            np.testing.assert_array_equal(whole, split)
+            check(product, runtime, profile)
+
+
+@pytest.mark.parametrize("fmt", ("f32", "bf16", "q8_0", "q4_1"))
+def test_rows_of_x_may_begin_anywhere(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
+    for gap in (1, 2, 4):
+        for tokens in (3, 17):
+            check(Product(fmt, 33, 96, tokens, tokens, gap=gap), runtime, profile)
+
+
+def test_outputs_are_counted_by_their_own_word_of_the_state(runtime: Any, profile: DeviceProfile) -> None:
+    check(Product("q4_1", 33, 64, 8, 5, count="outputs"), runtime, profile)
+
+
+def test_long_rows_equal_float64(runtime: Any, profile: DeviceProfile) -> None:
+    for fmt, cols in (("q4_1", 4864), ("q8_0", 4864), ("f16", 4865)):
+        check(Product(fmt, 17, cols, 1, 1), runtime, profile)
+        check(Product(fmt, 17, cols, 9, 9), runtime, profile)
+
+
+def test_more_rows_than_one_dimension_of_workgroups_times_one(runtime: Any, profile: DeviceProfile) -> None:
+    check(Product("q8_0", 70001, 32, 1, 1), runtime, profile)
+
+
+def test_products_are_the_same_from_run_to_run(runtime: Any, profile: DeviceProfile) -> None:
+    for tokens in (1, 5, 33):
+        setup = Setup(Product("q4_1", 65, 96, tokens, tokens))
+        np.testing.assert_array_equal(setup.run(runtime, profile), setup.run(runtime, profile))
+
+
+def test_a_token_gets_the_same_product_alone_and_in_any_batch(runtime: Any, profile: DeviceProfile) -> None:
+    """Within a kernel family: what batch a sequence runs in must not change what it says."""
+    if not profile.simd:
+        pytest.skip("on GPUs few and many tokens go through different kernels")
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((9, 96)).astype(np.float32)
+    together = Setup(Product("q4_1", 40, 96, 9, 9))
+    together.x[:] = x
+    alone = Setup(Product("q4_1", 40, 96, 1, 1))
+    alone.matrix = together.matrix
+    results = together.run(runtime, profile)
+    for t in range(9):
+        alone.x[:] = x[t]
+        np.testing.assert_array_equal(alone.run(runtime, profile)[0], results[t])
+
+
+# --- the oracle itself, and what the builder refuses ---
+
+
+@pytest.fixture
+def reference() -> Iterator[NumpyRuntime]:
+    rt = NumpyRuntime()
+    yield rt
+    rt.close()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_oracle_equals_float64(fmt: str, reference: NumpyRuntime) -> None:
+    for i, rows in enumerate(SIZES):
+        for epilogue in ("store", "add", "swiglu"):
+            even = rows + rows % 2 if epilogue == "swiglu" else rows
+            product = Product(fmt, even, cols_for(fmt, i), 5, 4, epilogue, bias=i % 2 == 0)
+            check(product, reference, reference.profile)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_unpacking_gives_back_every_weight(fmt: str) -> None:
+    for i, rows in enumerate(SIZES):
+        matrix = random_matrix(fmt, rows, cols_for(fmt, i), np.random.default_rng(i))
+        assert matrix.words.size == matrix_words(fmt, rows, matrix.cols)
+        dense = unpack(fmt, matrix.words, rows, matrix.cols)
+        np.testing.assert_array_equal(dense, matrix.dense.astype(np.float32))
+        some = np.array([rows - 1, 0, rows // 2])
+        np.testing.assert_array_equal(unpack_rows(fmt, matrix.words, matrix.cols, some), dense[some])
+
+
+def _linear(**changed: Any) -> list[Step]:
+    buffer = Buffer("all", 1 << 20, BufferKind.SCRATCH)
+    arguments: dict[str, Any] = {
+        "fmt": "q4_1", "parts": [Part(buffer, 0, 0, 64)], "cols": 64, "x": Ref(buffer), "x_stride": 64,
+        "y": Ref(buffer), "y_stride": 64, "tokens": 1, "state": buffer, "bias": None, "epilogue": "store",
+        "count": "tokens",
+    }  # fmt: skip
+    return linear(NumpyRuntime().profile, **{**arguments, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    (
+        ({"fmt": "q9_9"}, "q9_9"),
+        ({"cols": 33}, "33 columns"),
+        ({"epilogue": "gelu"}, "gelu"),
+        ({"count": "rows"}, "rows"),
+        ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 2, 0, 8)]}, "word 2"),
+        ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 0, 4, 8)]}, "row 4"),
+        ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 0, 0, 7)], "epilogue": "swiglu"}, "7 rows"),
+    ),
+)
+def test_what_cannot_be_computed_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        _linear(**changed)
+
+
+def test_parts_do_not_wait_for_one_another() -> None:
+    buffer = Buffer("w", 1 << 20, BufferKind.WEIGHTS)
+    steps = _linear(parts=[Part(buffer, 0, 0, 8), Part(buffer, 4096, 8, 8), Part(buffer, 8192, 16, 8)])
+    assert [s.independent for s in steps] == [False, True, True]

@@ -1,0 +1,191 @@
+"""Matrix products with the weights of a model: ``y[t] = W x[t] (+ bias)`` for every token row ``t``.
+
+Weights stay in their format (f32, f16, bf16, q8_0, q4_0, q4_1) in the x8 layout and are decoded in
+the kernels; arithmetic is f32 and activations are not quantized. Epilogues: ``store``; ``add``, the
+residual connection; ``swiglu`` (Shazeer 2020), which takes rows in pairs gate, up, gate, up, … and
+stores ``silu(gate) * up``.
+
+Three shader families, chosen by :func:`linear` from the device and the number of token rows:
+
+- ``matmul_simd`` for CPU devices, any number of rows: no shared memory, no barriers;
+- ``matvec`` for GPUs and few rows (decode): the inner dimension is split over a workgroup;
+- ``matmul`` for GPUs and many rows (prefill): tiles decoded into shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+
+from xinfer_vk.kernels import state as state_words
+from xinfer_vk.kernels.base import Part, Ref, ceil_div
+from xinfer_vk.kernels.layout import matrix_words, row_words
+from xinfer_vk.kernels.unpack import unpack
+from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
+
+EPILOGUES = ("store", "add", "swiglu")
+COUNTS = {"tokens": state_words.N_TOKENS, "outputs": state_words.N_OUTPUTS}
+
+BINDINGS = ("w", "x", "y", "state", "bias")
+PARAMS = (
+    "w_offset:u", "rows:u", "cols:u", "first_row:u", "x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u",
+    "bias_offset:u", "has_bias:u", "epilogue:u", "count_at:u",
+)  # fmt: skip
+
+# matmul_simd: 8 lanes hold 32 rows.
+SIMD_LANES, SIMD_ROWS, SIMD_TOKENS = 8, 32, 8
+# matvec: a workgroup computes 8 rows. Enough lanes that every one has about 4 words of a row to load.
+MATVEC_LANES, MATVEC_ROWS, MATVEC_TOKENS = (64, 128, 256), 8, 8
+MATVEC_SHARED = 1024  # vec4s: 16 KiB
+# matmul: a workgroup computes 64 rows of up to 64 tokens, each lane 4 rows of TILE / 16 tokens.
+TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)
+
+
+def silu(a: np.ndarray) -> np.ndarray:
+    """``a / (1 + exp(-a))`` (Elfwing et al. 2017), elementwise."""
+    with np.errstate(over="ignore"):
+        return a / (np.float32(1) + np.exp(-a))
+
+
+def _oracle(fmt: str) -> Callable[[OracleCall], None]:
+    def oracle(call: OracleCall) -> None:
+        p = call.p
+        words = matrix_words(fmt, p.rows, p.cols)
+
+        def dense() -> np.ndarray:
+            return unpack(fmt, call.u32("w")[p.w_offset : p.w_offset + words], p.rows, p.cols)
+
+        weights = call.cached(("w", fmt, p.w_offset, p.rows, p.cols), dense)  # [rows, cols]
+        tokens = int(call.u32("state")[p.count_at])
+        x = _rows(call.f32("x"), p.x_offset, p.x_stride, tokens, p.cols)
+        v = x @ weights.T  # [tokens, rows], accumulated in float32 by the BLAS
+        if p.has_bias:
+            first = p.bias_offset + p.first_row
+            v += call.f32("bias")[first : first + p.rows]
+        if EPILOGUES[p.epilogue] == "swiglu":
+            pairs = p.rows // 2
+            gate, up = v[:, 0 : 2 * pairs : 2], v[:, 1 : 2 * pairs : 2]
+            first = p.y_offset + p.first_row // 2
+            _rows(call.f32("y"), first, p.y_stride, tokens, pairs)[:] = silu(gate) * up
+            return
+        y = _rows(call.f32("y"), p.y_offset + p.first_row, p.y_stride, tokens, p.rows)
+        y[:] = y + v if EPILOGUES[p.epilogue] == "add" else v
+
+    return oracle
+
+
+def _rows(words: np.ndarray, offset: int, stride: int, rows: int, cols: int) -> np.ndarray:
+    """A view [rows, cols] of a matrix in a flat buffer."""
+    if not rows:
+        return words[:0].reshape(0, cols)
+    last = offset + (rows - 1) * stride + cols
+    if last > words.size:
+        raise IndexError(f"rows end at word {last} of a buffer of {words.size}")
+    return np.lib.stride_tricks.as_strided(
+        words[offset:], (rows, cols), (stride * words.itemsize, words.itemsize)
+    )
+
+
+@cache
+def _kernel(family: str, fmt: str, variant: str, spec: tuple[tuple[str, int], ...]) -> Kernel:
+    shader = f"{family}.{fmt}" + (f".{variant}" if variant else "")
+    return Kernel(shader, shader, BINDINGS, PARAMS, spec, _oracle(fmt))
+
+
+def _up_to(tokens: int, sizes: Sequence[int]) -> int:
+    """The smallest of ``sizes`` that holds ``tokens``, else the largest."""
+    return next((size for size in sizes if size >= tokens), sizes[-1])
+
+
+def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
+    tile = _up_to(tokens, (1, 2, 4, SIMD_TOKENS))
+    # A shuffle needs the 8 lanes of a workgroup in one subgroup.
+    in_one = profile.subgroup_size >= SIMD_LANES and "subgroup_shuffle" in profile.features
+    broadcast = "subgroup" if in_one else "none"
+    spec = (("local_size", SIMD_LANES), ("tokens", tile), ("aligned", int(aligned)))
+    return _kernel("matmul_simd", fmt, broadcast, spec), SIMD_ROWS, tile
+
+
+def _matvec(
+    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool
+) -> tuple[Kernel, int, int]:
+    tile = _up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
+    lanes = _up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
+    lanes = min(lanes, MATVEC_SHARED // tile)  # a vec4 a lane and token
+    spec = (("local_size", lanes), ("tokens", tile), ("aligned", int(aligned)))
+    return _kernel("matvec", fmt, "", spec), MATVEC_ROWS, tile
+
+
+def _matmul(fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
+    tile = _up_to(tokens, TILE_TOKENS)
+    spec = (("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)))
+    return _kernel("matmul", fmt, "", spec), TILE_ROWS, tile
+
+
+def linear(
+    profile: DeviceProfile,
+    fmt: str,
+    parts: Sequence[Part],
+    cols: int,
+    x: Ref,
+    x_stride: int,
+    y: Ref,
+    y_stride: int,
+    tokens: int,
+    state: Buffer,
+    bias: Ref | None,
+    epilogue: str,
+    count: str,
+    label: str = "linear",
+) -> list[Step]:
+    """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
+
+    ``x``: [tokens][x_stride] f32, ``cols`` of each row are read. ``y``: [tokens][y_stride] f32; row
+    ``r`` of W goes to column ``r``, or ``r / 2`` with ``swiglu``. ``tokens`` is the number of rows the
+    plan is made for; ``count`` ("tokens" or "outputs") names the word of ``state`` with how many of
+    them are in use in a run: rows beyond are neither read nor written. ``x`` and ``y`` may lie in one
+    buffer but must not overlap. One step a part; none waits for another.
+
+    Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
+    begin at a multiple of 4 words and of 8 rows, and for parts that cut a gate from its up.
+    """
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue {epilogue!r} does not exist (there are: {', '.join(EPILOGUES)})")
+    if count not in COUNTS:
+        raise ValueError(f"count {count!r} does not exist (there are: {', '.join(COUNTS)})")
+    row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
+    aligned = x.offset % 4 == 0 and x_stride % 4 == 0
+    if profile.simd:
+        kernel, tile_rows, tile_tokens = _simd(profile, fmt, tokens, aligned)
+    elif tokens <= MATVEC_TOKENS:
+        kernel, tile_rows, tile_tokens = _matvec(profile, fmt, cols, tokens, aligned)
+    else:
+        kernel, tile_rows, tile_tokens = _matmul(fmt, tokens, aligned)
+    steps = []
+    for part in parts:
+        if part.offset % 4 or part.first_row % 8 or (epilogue == "swiglu" and part.rows % 2):
+            raise ValueError(
+                f"{label}: a part begins at word {part.offset}, row {part.first_row}, with {part.rows} rows: "
+                "must be multiples of 4, 8 and, with swiglu, 2"
+            )
+        params: dict[str, int | float] = {
+            "w_offset": part.offset,
+            "rows": part.rows,
+            "cols": cols,
+            "first_row": part.first_row,
+            "x_offset": x.offset,
+            "x_stride": x_stride,
+            "y_offset": y.offset,
+            "y_stride": y_stride,
+            "bias_offset": bias.offset if bias else 0,
+            "has_bias": int(bias is not None),
+            "epilogue": EPILOGUES.index(epilogue),
+            "count_at": COUNTS[count],
+        }
+        buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state}
+        buffers["bias"] = bias.buffer if bias else state
+        groups = (ceil_div(part.rows, tile_rows), ceil_div(tokens, tile_tokens))
+        steps.append(make_step(kernel, buffers, params, groups, label, independent=bool(steps)))
+    return steps
