@@ -1,0 +1,51 @@
+"""A model of exactly Qwen2.5-0.5B's shape with random bf16 weights: loads, fits, generates.
+
+Its embedding (272 MB) is over lavapipe's storage-buffer range, so it is split over buffers. Peak memory is
+that of a fresh process, everything in it counted: 1.3 × the file is 296 MB for Python, NumPy, the driver,
+activations and the KV cache, and leaves no room for a second copy of even the embedding.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from model_files import write_qwen2_5_0_5b
+
+TOKENIZER = Path(__file__).parent / "fixtures" / "text" / "qwen2"
+
+GENERATE = """
+import json, sys
+from xinfer_vk import LLM
+with LLM(sys.argv[1], device=sys.argv[2]) as llm:
+    formats = sorted({m.fmt for layer in llm.weights.layers for m in layer.qkv})
+    result = llm.generate([11, 151935, 77777, 140000, 5], max_new_tokens=4, ignore_eos=True)
+    m = result.metrics
+    print(json.dumps(dict(tokens=result.token_ids, peak=m.peak_host_bytes, weights=m.weight_bytes,
+                          formats=formats, embedding_parts=len(llm.weights.embed.parts))))
+"""
+
+
+def test_a_model_of_qwen_2_5s_shape_stays_within_1_3_times_its_file(device: object, tmp_path: Path) -> None:
+    if device.id != "lavapipe":  # type: ignore[attr-defined]
+        return  # one device is enough for a gigabyte of weights; the kernels are tested on each
+    folder = write_qwen2_5_0_5b(tmp_path / "model")
+    for file in TOKENIZER.iterdir():
+        shutil.copy(file, folder)
+    size = (folder / "model.safetensors").stat().st_size
+    process = subprocess.run(
+        [sys.executable, "-c", GENERATE, str(folder), str(device.index)],  # type: ignore[attr-defined]
+        capture_output=True,
+        text=True,
+    )
+    shutil.rmtree(folder)
+    assert process.returncode == 0, process.stderr
+    got = json.loads(process.stdout.splitlines()[-1])
+    assert len(got["tokens"]) == 4
+    assert got["formats"] == ["bf16"]
+    assert got["embedding_parts"] > 1
+    assert got["weights"] <= 1.02 * size
+    assert got["peak"] <= 1.3 * size, f"{got['peak'] / size:.2f} × the file"
