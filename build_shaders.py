@@ -53,7 +53,8 @@ _VARIANTS = re.compile(r"^//\s*variants:(.*)$", re.M)
 _AXIS = re.compile(r"([A-Z][A-Z0-9_]*)=([a-z0-9_]+(?:,[a-z0-9_]+)*)")
 # What glslang prints besides the messages: the file's name, and four ways to say that it has failed.
 _NOISE = re.compile(
-    r"^(?!ERROR|WARNING).*\.comp$|^SPIR-V is not generated|Missing entry point|No code generated|: compilation terminated"
+    r"^(?!ERROR|WARNING).*\.comp$|^SPIR-V is not generated|Missing entry point"
+    r"|No code generated|: compilation terminated"
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.M)
 
