@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,7 +139,7 @@ def _require_space(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def _part_folder(folder: Path):  # type: ignore[no-untyped-def]
+def _part_folder(folder: Path) -> Iterator[Path]:
     """A private folder on the same file system, gone afterwards."""
     part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=folder))
     try:
