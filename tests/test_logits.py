@@ -49,7 +49,7 @@ class Loaded:
         sequence = self.cache.open()
         step = min(chunk or 32, 32)
         rows = [
-            self.runner.run([Chunk(sequence, token_ids[i : i + step])], "all", "logits")
+            self.runner.run([Chunk(sequence, token_ids[i : i + step], "all")], "logits")
             for i in range(0, len(token_ids), step)
         ]
         self.cache.close(sequence)
@@ -61,7 +61,7 @@ class Loaded:
         step = chunk or len(token_ids)
         out = np.empty(0)
         for i in range(0, len(token_ids), step):
-            out = self.runner.run([Chunk(sequence, token_ids[i : i + step])], "last", "logits")
+            out = self.runner.run([Chunk(sequence, token_ids[i : i + step])], "logits")
         self.cache.close(sequence)
         return out[0]
 
@@ -130,19 +130,19 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(
     starts = [7, 33, 50][:count]
     cache, runner = loaded.cache, loaded.runner
     sequences = [cache.open() for _ in starts]
-    out = runner.run([Chunk(s, token_ids[:n]) for s, n in zip(sequences, starts)], "last", "logits")
+    out = runner.run([Chunk(s, token_ids[:n]) for s, n in zip(sequences, starts)], "logits")
     for row, n in zip(out, starts):
         assert worst(row, want[n - 1]) <= TOLERANCE
     for step in range(5):
         out = runner.run(
-            [Chunk(s, token_ids[n + step :][:1]) for s, n in zip(sequences, starts)], "last", "logits"
+            [Chunk(s, token_ids[n + step :][:1]) for s, n in zip(sequences, starts)], "logits"
         )
         for row, n in zip(out, starts):
             assert worst(row, want[n + step]) <= TOLERANCE
     cache.close(sequences[0])
     sequences[0] = cache.open()
     mixed = [Chunk(sequences[0], token_ids[:40]), Chunk(sequences[1], token_ids[starts[1] + 5 :][:3])]
-    out = runner.run(mixed, "last", "logits")
+    out = runner.run(mixed, "logits")
     assert worst(out[0], want[39]) <= TOLERANCE
     assert worst(out[1], want[starts[1] + 7]) <= TOLERANCE
     for sequence in sequences:
@@ -153,7 +153,7 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(
 def test_argmax_is_that_of_the_logits(loaded: Loaded, reference: tuple[Path, np.ndarray, np.ndarray]) -> None:
     _, token_ids, want = reference
     sequence = loaded.cache.open()
-    got = loaded.runner.run([Chunk(sequence, token_ids[:32])], "all", "argmax")
+    got = loaded.runner.run([Chunk(sequence, token_ids[:32], "all")])
     loaded.cache.close(sequence)
     assert got.tolist() == want[:32].argmax(axis=1).tolist()
 

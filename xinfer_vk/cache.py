@@ -80,7 +80,10 @@ class LayerCache:
 
 
 class KVCache:
-    """Keys and values of up to ``sequences`` sequences, ``capacity`` tokens in all, on the device.
+    """Keys and values of up to ``sequences`` sequences of up to ``capacity`` tokens each, on the device.
+
+    ``total``: tokens of all sequences together (default ``capacity``); it is cut to what a device can
+    bind for one layer, but not below one sequence's.
 
     A block's keys are ``[kv_head][word of the vector][32 tokens]`` and its values
     ``[kv_head][32 tokens][word of the vector]``; a word holds one f32 or two f16.
@@ -99,27 +102,30 @@ class KVCache:
         kv_dtype: str,
         capacity: int,
         sequences: int = 1,
+        total: int | None = None,
     ) -> None:
         if kv_dtype not in KV_BYTES:
             raise UsageError(f"kv dtype {kv_dtype!r} is not supported: choose from {', '.join(KV_BYTES)}")
         if kv_dtype == "f16" and head_dim % 2:
             raise UsageError(f"head dim {head_dim} is odd and cannot be packed as f16: use --kv-dtype f32")
         self.runtime, self.kv_dtype, self.max_sequences = runtime, kv_dtype, sequences
-        # Every sequence can end in a block that is not full, hence one more block for each.
         self.blocks_per_sequence = -(-capacity // BLOCK_TOKENS)
-        blocks = self.blocks_per_sequence + sequences - 1
         self.capacity = self.blocks_per_sequence * BLOCK_TOKENS
-        self.allocator = BlockAllocator(blocks)
-        vector_words = head_dim * KV_BYTES[kv_dtype] // WORD_BYTES
-        region = blocks * kv_heads * vector_words * BLOCK_TOKENS  # words of one layer's K (or V)
+        block_words = kv_heads * (head_dim * KV_BYTES[kv_dtype] // WORD_BYTES) * BLOCK_TOKENS  # of K (or V)
         limit = min(runtime.profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES) // WORD_BYTES
-        if 2 * region > limit:
-            most = limit // (2 * kv_heads * vector_words * BLOCK_TOKENS) * BLOCK_TOKENS
+        most_blocks = limit // (2 * block_words)
+        if self.blocks_per_sequence > most_blocks:
+            needed = 2 * self.blocks_per_sequence * block_words * WORD_BYTES
             raise OutOfMemoryError(
-                f"a context of {capacity} tokens needs {2 * region * WORD_BYTES} bytes a layer and the "
-                f"device binds at most {limit * WORD_BYTES}: use --context {most} or less"
+                f"a context of {capacity} tokens needs {needed} bytes a layer and the device binds at most "
+                f"{limit * WORD_BYTES}: use --context {most_blocks * BLOCK_TOKENS} or less"
                 + (", or --kv-dtype f16" if kv_dtype == "f32" else "")
             )
+        # Every sequence can end in a block that is not full, hence one more block for each.
+        blocks = -(-max(total or capacity, capacity) // BLOCK_TOKENS) + sequences - 1
+        blocks = min(blocks, most_blocks)
+        self.allocator = BlockAllocator(blocks)
+        region = blocks * block_words  # words of one layer's K (or V)
         self.bytes = layers * 2 * region * WORD_BYTES
         self._rows = list(range(sequences - 1, -1, -1))
         self._buffers: list[Buffer] = []
@@ -133,6 +139,11 @@ class KVCache:
             self._buffers.append(buffer)
             for i in range(count):
                 self.layers.append(LayerCache(buffer, i * 2 * region, (i * 2 + 1) * region))
+
+    @property
+    def free_rows(self) -> tuple[int, ...]:
+        """Rows of the block table that no sequence has."""
+        return tuple(self._rows)
 
     def open(self) -> CachedSequence:
         """A new, empty sequence. Raises :class:`OutOfMemoryError` when all rows are taken."""
@@ -149,6 +160,17 @@ class KVCache:
                 "use a larger --context or a shorter prompt"
             )
         sequence.blocks.extend(self.allocator.allocate() for _ in range(wanted))
+
+    def fork(self, parent: CachedSequence, tokens: int) -> CachedSequence:
+        """A new sequence that shares the parent's full blocks of its first ``tokens`` tokens; what is
+        after them (under a block) is the new sequence's to fill. Shared blocks are never written again."""
+        child = self.open()
+        full = min(tokens, parent.length) // BLOCK_TOKENS
+        child.blocks = parent.blocks[:full]
+        for block in child.blocks:
+            self.allocator.share(block)
+        child.length = full * BLOCK_TOKENS
+        return child
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget everything from position ``length`` on (rejected drafts, an edited turn)."""

@@ -1,143 +1,175 @@
-"""The generation loop: prefill in chunks, then one token a step, until something ends it."""
+"""One sequence being generated: its prompt, what came after it, and what ends it."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.metrics import Metrics
-from xinfer_vk.engine.runner import Chunk, ModelRunner
+from xinfer_vk.sampling.logprobs import TokenLogprobs
+from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.sampling.rules import BannedWords
+from xinfer_vk.text.stop import StopStrings
 from xinfer_vk.text.stream import StreamDecoder
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What a generation gave. ``finish_reason``: "stop" (end of sequence), "length" (the limit) or
-    "interrupted". ``token_ids`` are the generated ones, the end-of-sequence token not included."""
+    """What a generation gave.
+
+    ``finish_reason``: "stop" (end of sequence, a stop token or a stop string), "length" (the limit) or
+    "interrupted". ``token_ids``: the generated ones; the token that ended the text is not among them,
+    those of a stop string are. ``prompt`` and ``sample`` tell which prompt of a batch and which of its
+    samples this is, ``seed`` repeats it. ``logprobs``: one for each of ``token_ids``, if asked for;
+    ``prompt_logprobs``: one for each prompt token after the first.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...]
     finish_reason: str
     metrics: Metrics
+    prompt: int = 0
+    sample: int = 0
+    seed: int = 0
+    stop: str | int | None = None  # the stop string or token that ended it
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What ends a generation: a number of tokens, or one of ``end_ids``."""
+@dataclass(eq=False)
+class Generation:
+    """The state of one sequence. ``fed`` of the prompt's tokens are in the cache."""
 
-    max_new_tokens: int
-    end_ids: frozenset[int]
+    prompt_ids: list[int]
+    params: SamplingParams
+    end_ids: frozenset[int]  # ids that end the text: end of sequence unless ignored, and stop_token_ids
+    decoder: StreamDecoder
+    banned: BannedWords
+    seed: int
+    started: float  # time.perf_counter() when the caller asked
+    prompt: int = 0
+    sample: int = 0
+    leader: Generation | None = None  # whose prompt's cache blocks this one shares
+    stop_event: threading.Event = field(default_factory=threading.Event)
+    want_prompt_logprobs: bool = False
 
+    sequence: CachedSequence | None = None
+    fed: int = 0
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop: str | int | None = None
+    metrics: Metrics = field(default_factory=Metrics)
 
-class GenerationStream:
-    """Iterate to get text as it is made, whole characters only; afterwards :attr:`result` is there.
-
-    Whatever ends the loop, an exception included, the sequence's cache blocks are given back and
-    ``result`` holds what was made until then.
-    """
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        decoder: StreamDecoder,
-        prompt_ids: Sequence[int],
-        limits: Limits,
-        *,
-        started: float,
-        stop_event: threading.Event | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        finished: Callable[[Metrics], None] | None = None,
-    ) -> None:
-        self._runner, self._decoder, self._limits = runner, decoder, limits
-        self._prompt_ids, self._started = list(prompt_ids), started
-        self._stop = stop_event or threading.Event()
-        self._progress, self._finished = progress or (lambda done, total: None), finished
-        self._generated: list[int] = []
+    def __post_init__(self) -> None:
+        self._stops = StopStrings(self.params.stop)
         self._pieces: list[str] = []
-        self._finish_reason = "interrupted"
-        self._metrics = Metrics(prompt_tokens=len(prompt_ids))
-        self._iterator = self._run()
-
-    def __iter__(self) -> Iterator[str]:
-        return self._iterator
-
-    def __next__(self) -> str:
-        return next(self._iterator)
-
-    def cancel(self) -> None:
-        """End the generation after the step under way; safe from another thread or a signal handler."""
-        self._stop.set()
+        self._last = self.started  # when the last token came
+        self._shown = 0  # pieces that take() has given out
+        self.metrics.prompt_tokens = len(self.prompt_ids)
 
     @property
+    def prefilled(self) -> bool:
+        return self.fed == len(self.prompt_ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and answer."""
+        return self.prompt_ids + self.generated
+
+    @property
+    def needs_capacity(self) -> int:
+        """Tokens of cache it may come to need."""
+        return len(self.prompt_ids) + self.params.max_new_tokens
+
+    def next_tokens(self, most: int) -> Sequence[int]:
+        """What the model must read next: of the prompt, or the token chosen last."""
+        if self.prefilled:
+            return self.generated[-1:]
+        return self.prompt_ids[self.fed : self.fed + most]
+
+    def note_fed(self, count: int, now: float) -> None:
+        """``count`` prompt tokens have gone into the cache."""
+        self.fed += count
+        if self.prefilled:
+            self.metrics.ttft_s = now - self.started
+
+    def accept(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Take a chosen token; ends the generation if it or the text says so."""
+        metrics = self.metrics
+        if self.generated:
+            metrics.token_s.append(now - self._last)
+        self._last = now
+        if token in self.end_ids:
+            if self.generated:
+                metrics.decode_tokens += 1
+            self.stop = token
+            self.finish("stop")
+            return
+        if self.generated:
+            metrics.decode_tokens += 1
+        self.generated.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        self._show(self._stops.push(self.decoder.push(token)))
+        if self._stops.found is not None:
+            self.stop = self._stops.found
+            self.finish("stop")
+        elif len(self.generated) >= self.params.max_new_tokens:
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """End it. Text held back comes out, unless it was cut by a stop string."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = reason
+        if self._stops.found is None:
+            self._show(self._stops.push(self.decoder.finish()))
+            self._show(self._stops.finish())
+
+    def take(self) -> str:
+        """The text made since the last call."""
+        new = "".join(self._pieces[self._shown :])
+        self._shown = len(self._pieces)
+        return new
+
     def result(self) -> GenerationResult:
-        """The whole result; runs what is left of the stream first."""
-        for _ in self._iterator:
-            pass
-        return self.partial_result
-
-    @property
-    def partial_result(self) -> GenerationResult:
-        """What there is so far, without running anything: what remains after an error."""
+        """What there is; complete once ``finish_reason`` is set."""
         return GenerationResult(
-            "".join(self._pieces),
-            tuple(self._generated),
-            tuple(self._prompt_ids),
-            self._finish_reason,
-            self._metrics,
+            text="".join(self._pieces),
+            token_ids=tuple(self.generated),
+            prompt_token_ids=tuple(self.prompt_ids),
+            finish_reason=self.finish_reason or "interrupted",
+            metrics=self.metrics,
+            prompt=self.prompt,
+            sample=self.sample,
+            seed=self.seed,
+            stop=self.stop,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs) if self.want_prompt_logprobs else None,
         )
 
-    def _run(self) -> Iterator[str]:
-        runner, sequence = self._runner, self._runner.cache.open()
-        read_before = runner.bytes_read
-        try:
-            for piece in self._steps(sequence):
-                self._pieces.append(piece)
-                yield piece
-        finally:
-            runner.cache.close(sequence)
-            metrics = self._metrics
-            metrics.bytes_read_per_token = (runner.bytes_read - read_before) / (metrics.decode_tokens + 1)
-            if self._finished is not None:
-                self._finished(metrics)
+    def _show(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
 
-    def _steps(self, sequence: CachedSequence) -> Iterator[str]:
-        metrics, limits = self._metrics, self._limits
-        token = self._prefill(sequence)
-        prefilled = time.perf_counter()
-        while token is not None:
-            if token in limits.end_ids:
-                self._finish_reason = "stop"
-                break
-            self._generated.append(token)
-            if piece := self._decoder.push(token):
-                yield piece
-            if len(self._generated) >= limits.max_new_tokens:
-                self._finish_reason = "length"
-                break
-            if self._stop.is_set():
-                break
-            token = int(self._runner.run([Chunk(sequence, [token])])[0])
-            metrics.decode_tokens += 1
-            metrics.decode_s = time.perf_counter() - prefilled
-        if piece := self._decoder.finish():
-            yield piece
 
-    def _prefill(self, sequence: CachedSequence) -> int | None:
-        """Run the prompt in chunks; the first generated token, or None when stopped on the way."""
-        ids, step, begin = self._prompt_ids, self._runner.max_tokens, time.perf_counter()
-        token: int | None = None
-        for start in range(0, len(ids), step):
-            if self._stop.is_set():
-                return None
-            last = start + step >= len(ids)
-            self._progress(start, len(ids))
-            out = self._runner.run([Chunk(sequence, ids[start : start + step])], "last" if last else "none")
-            token = int(out[0]) if last else None
-        self._progress(len(ids), len(ids))
-        now = time.perf_counter()
-        self._metrics.prefill_s, self._metrics.ttft_s = now - begin, now - self._started
-        return token
+def sibling(leader: Generation, sample: int, decoder: StreamDecoder) -> Generation:
+    """Another sample of ``leader``'s prompt, which will share its cache blocks."""
+    return Generation(
+        prompt_ids=leader.prompt_ids,
+        params=leader.params,
+        end_ids=leader.end_ids,
+        decoder=decoder,
+        banned=leader.banned,
+        seed=leader.seed,
+        started=leader.started,
+        prompt=leader.prompt,
+        sample=sample,
+        leader=leader,
+        stop_event=leader.stop_event,
+    )

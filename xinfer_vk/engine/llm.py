@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from xinfer_vk.cache import KVCache
-from xinfer_vk.engine.generation import GenerationResult, GenerationStream, Limits
-from xinfer_vk.engine.metrics import Metrics, peak_host_bytes
-from xinfer_vk.engine.runner import Chunk, ModelRunner
+from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
+from xinfer_vk.engine.metrics import peak_host_bytes
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner
+from xinfer_vk.engine.scheduler import Sampler, Scheduler
+from xinfer_vk.engine.stream import GenerationStream
 from xinfer_vk.errors import UsageError
+from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import Runtime
+from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.sampling.rules import BannedWords, bad_word_ids
 from xinfer_vk.text.chat import ChatTemplate, encode_chat, is_instruct
 from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
@@ -25,12 +32,11 @@ from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.hub import resolve_model
 from xinfer_vk.weights.source import ModelSource, open_model
 
-__all__ = ["LLM", "GenerationResult", "GenerationStream"]
+__all__ = ["LLM", "GenerationResult", "GenerationStream", "SamplingParams"]
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_MAX_NEW_TOKENS = 256
 PREFILL_CHUNK = 512
 
 
@@ -40,8 +46,9 @@ class LLM:
     ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
     pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
     ``kv_dtype``: "f16" or "f32". ``context``: tokens the KV cache holds; None sizes it by what each
-    call needs. ``prefill_chunk``: prompt tokens a step takes at most. ``progress`` is called with
-    (stage, done, total) during long work. A context manager; :meth:`close` gives the device back.
+    call needs. ``prefill_chunk``: prompt tokens a step takes at most. ``sampler``: "device", or "cpu"
+    for the NumPy reference. ``progress`` is called with (stage, done, total) during long work. A context
+    manager; :meth:`close` gives the device back.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -55,13 +62,17 @@ class LLM:
         kv_dtype: str = "f16",
         context: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        sampler: Sampler = "device",
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
         for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}: it must be at least 1 token")
+        if sampler not in ("device", "cpu"):
+            raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
         self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
+        self.sampler: Sampler = sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
         with open_model(resolve_model(str(model), progress)) as source:
@@ -122,69 +133,105 @@ class LLM:
     def stream(
         self,
         prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         system: str | None = None,
         raw: bool | None = None,
-        ignore_eos: bool = False,
+        prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
+        **fields: Any,
     ) -> GenerationStream:
-        """Generate greedily from a text or from token ids, as an iterator over pieces of text.
+        """Generate from a text or from token ids, as an iterator over pieces of text.
 
-        ``max_new_tokens`` is cut to what the context has room for. Setting ``stop_event`` from another
-        thread ends the generation within a step. Raises :class:`UsageError` for an empty prompt, one
-        longer than the context, or a token id outside the vocabulary.
+        ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
+        (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens`` is cut to what the context has room
+        for. Setting ``stop_event`` from another thread ends the generation within a step. Raises
+        :class:`UsageError` for an empty prompt, one longer than the context, or a bad parameter.
         """
         started = time.perf_counter()
-        if max_new_tokens < 1:
-            raise UsageError(f"max new tokens is {max_new_tokens}: it must be at least 1")
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UsageError(
-                    "the prompt is empty: give some text with --prompt, --file or standard input"
-                )
-            ids = self.encode(prompt, system=system, raw=raw)
-        else:
-            ids = [int(i) for i in prompt]
-        self._check_ids(ids)
-        room = self.context or self.config.max_position
-        if len(ids) >= room:
-            larger = "a larger --context or " if room < self.config.max_position else ""
-            raise UsageError(
-                f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
-                f"{larger}a shorter prompt"
-            )
-        max_new_tokens = min(max_new_tokens, room - len(ids))
-        return GenerationStream(
-            self._runner_for(len(ids) + max_new_tokens),
-            StreamDecoder(self.tokenizer),
-            ids,
-            Limits(max_new_tokens, frozenset() if ignore_eos else self.eos_ids),
-            started=started,
-            stop_event=stop_event,
-            progress=self._stage("prefill"),
-            finished=self._complete,
-        )
+        params = self._params(params, fields)
+        ids = self._prompt_ids(prompt, system, raw)
+        generation = self._generation(ids, params, started, stop_event or threading.Event())
+        generation.want_prompt_logprobs = prompt_logprobs
+        runner = self._runner_for(generation.needs_capacity)
+        scheduler = Scheduler(runner, self.sampler, self._stage("prefill"))
+        self._read_before = runner.bytes_read
+        return GenerationStream(scheduler, generation, self._complete)
 
     def generate(
         self,
         prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         system: str | None = None,
         raw: bool | None = None,
-        ignore_eos: bool = False,
+        prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
+        **fields: Any,
     ) -> GenerationResult:
         """:meth:`stream` to the end."""
         return self.stream(
             prompt,
-            max_new_tokens=max_new_tokens,
+            params,
             system=system,
             raw=raw,
-            ignore_eos=ignore_eos,
+            prompt_logprobs=prompt_logprobs,
             stop_event=stop_event,
+            **fields,
         ).result
+
+    def batch(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        system: str | None = None,
+        raw: bool | None = None,
+        prompt_logprobs: bool = False,
+        stop_event: threading.Event | None = None,
+        on_result: Callable[[GenerationResult], None] | None = None,
+        **fields: Any,
+    ) -> list[GenerationResult]:
+        """Generate from several prompts as one ragged batch, ``n`` samples of each, which share the
+        prompt's KV blocks. ``params`` may be one for each prompt. ``on_result`` is called with each result
+        as it ends; the list is in the order of the prompts, samples of a prompt together.
+        """
+        started = time.perf_counter()
+        if n < 1:
+            raise UsageError(f"n is {n}: it must be at least 1")
+        if not prompts:
+            raise UsageError("there are no prompts: give at least one")
+        if params is None or isinstance(params, SamplingParams):
+            each = [self._params(params, fields)] * len(prompts)
+        else:
+            if len(params) != len(prompts):
+                raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
+            each = [self._params(p, fields) for p in params]
+        event = stop_event or threading.Event()
+        generations: list[Generation] = []
+        for index, (prompt, chosen) in enumerate(zip(prompts, each)):
+            leader = self._generation(self._prompt_ids(prompt, system, raw), chosen, started, event)
+            leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
+            generations.append(leader)
+            for sample in range(1, n):
+                generations.append(sibling(leader, sample, StreamDecoder(self.tokenizer)))
+        needs = [g.needs_capacity for g in generations]
+        rows = min(len(generations), MAX_OUTPUTS)
+        runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
+        scheduler = Scheduler(runner, self.sampler)
+        self._read_before = runner.bytes_read
+        for generation in generations:
+            scheduler.add(generation)
+        try:
+            while scheduler.busy:
+                for ended in scheduler.step():
+                    self._complete(ended, scheduler)
+                    if on_result is not None:
+                        on_result(ended.result())
+        finally:
+            scheduler.abandon()
+        return [generation.result() for generation in generations]
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits after every token of a text: ``float32 [len(token_ids), vocabulary]``."""
@@ -198,7 +245,7 @@ class LLM:
         try:
             step = runner.max_outputs
             rows = [
-                runner.run([Chunk(sequence, ids[i : i + step])], outputs="all", head="logits")
+                runner.run([Chunk(sequence, ids[i : i + step], "all")], "logits")
                 for i in range(0, len(ids), step)
             ]
         finally:
@@ -230,37 +277,99 @@ class LLM:
         if bad is not None:
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
-    def _runner_for(self, tokens: int) -> ModelRunner:
-        """A runner whose cache holds ``tokens``; one of twice the size replaces one that is too small, so
-        that growing conversations do not record their plans anew at every call."""
-        needed = self.context or tokens
-        if self._runner is not None and self._runner.cache.capacity < needed:
-            needed = max(needed, min(2 * self._runner.cache.capacity, self.config.max_position))
-        if self._runner is None or self._runner.cache.capacity < needed:
-            if self._runner is not None:
-                runner, self._runner = self._runner, None
-                runner.free()
-                runner.cache.free()
-            c = self.config
-            cache = KVCache(
-                self.runtime,
-                layers=c.layers,
-                kv_heads=c.kv_heads,
-                head_dim=c.head_dim,
-                kv_dtype=self.kv_dtype,
-                capacity=needed,
+    def _params(self, params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
+        params = (params or SamplingParams()).replace(**fields)
+        params.check_vocabulary(self.config.vocab_size)
+        return params
+
+    def _prompt_ids(self, prompt: str | Sequence[int], system: str | None, raw: bool | None) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise UsageError(
+                    "the prompt is empty: give some text with --prompt, --file or standard input"
+                )
+            ids = self.encode(prompt, system=system, raw=raw)
+        else:
+            ids = [int(i) for i in prompt]
+        self._check_ids(ids)
+        return ids
+
+    def _generation(
+        self, ids: list[int], params: SamplingParams, started: float, stop_event: threading.Event
+    ) -> Generation:
+        room = self.context or self.config.max_position
+        if len(ids) >= room:
+            larger = "a larger --context or " if room < self.config.max_position else ""
+            raise UsageError(
+                f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
+                f"{larger}a shorter prompt"
             )
-            self._runner = ModelRunner(
-                self.runtime, c, self.weights, cache, self.prefill_chunk, self._stage("compiling kernels")
+        if params.max_new_tokens > room - len(ids):
+            params = params.replace(
+                max_new_tokens=room - len(ids), min_new_tokens=min(params.min_new_tokens, room - len(ids))
             )
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        bad = bad_word_ids(
+            params, lambda text: self.tokenizer.encode(text, parse_special=False, add_bos=False)
+        )
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return Generation(
+            prompt_ids=ids,
+            params=params,
+            end_ids=ends,
+            decoder=StreamDecoder(self.tokenizer),
+            banned=BannedWords(bad),
+            seed=seed,
+            started=started,
+            stop_event=stop_event,
+        )
+
+    def _runner_for(self, tokens: int, sequences: int = 1, total: int | None = None) -> ModelRunner:
+        """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
+        the size replaces one that is too small, so that growing conversations do not record their plans
+        anew at every call."""
+        needed, total = self.context or tokens, max(total or 0, self.context or tokens)
+        old = self._runner
+        if old is not None:
+            cache = old.cache
+            if (
+                cache.capacity >= needed
+                and cache.max_sequences >= sequences
+                and cache.allocator.count * BLOCK_TOKENS >= total
+            ):
+                return old
+            if cache.max_sequences != len(cache.free_rows):
+                raise UsageError("another generation is under way on this LLM: finish or cancel it first")
+            if cache.capacity < needed:
+                needed = max(needed, min(2 * cache.capacity, self.config.max_position))
+            self._runner = None
+            old.free()
+            cache.free()
+        c = self.config
+        cache = KVCache(
+            self.runtime,
+            layers=c.layers,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            kv_dtype=self.kv_dtype,
+            capacity=needed,
+            sequences=sequences,
+            total=total,
+        )
+        self._runner = ModelRunner(
+            self.runtime, c, self.weights, cache, self.prefill_chunk, self._stage("compiling kernels")
+        )
         return self._runner
 
-    def _complete(self, metrics: Metrics) -> None:
-        """Add what the stream does not know to its metrics."""
-        assert self._runner is not None
+    def _complete(self, generation: Generation, scheduler: Scheduler) -> None:
+        """Add what the generation does not know to its metrics."""
+        metrics, runner = generation.metrics, scheduler.runner
         metrics.load_s, metrics.weight_bytes = self.load_s, self.weight_bytes
-        metrics.dispatches_per_token = self._runner.dispatches(1, 1) if metrics.decode_tokens else 0
-        metrics.kv_bytes = self._runner.cache.bytes
+        metrics.dispatches_per_token = runner.dispatches(1, 1, scheduler.decode_head)
+        metrics.bytes_read_per_token = (runner.bytes_read - self._read_before) / max(
+            1, scheduler.tokens_chosen
+        )
+        metrics.kv_bytes = runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
 
 

@@ -6,8 +6,9 @@ Decode counts the steps after prefill: the first generated token comes out of th
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -20,13 +21,18 @@ class Metrics:
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     decode_tokens: int = 0
-    decode_s: float = 0.0
+    token_s: list[float] = field(default_factory=list)  # of each token after the first: TPOT
     dispatches_per_token: int = 0
     bytes_read_per_token: float = 0.0
     kv_bytes: int = 0
     weight_bytes: int = 0
     peak_host_bytes: int = 0
     device_bytes: int = 0
+
+    @property
+    def decode_s(self) -> float:
+        """From the first token to the last."""
+        return sum(self.token_s)
 
     @property
     def prefill_rate(self) -> float:
@@ -46,8 +52,27 @@ class Metrics:
             f"decode: {self.decode_tokens} tok in {decode} ({format_rate(self.decode_rate)} tok/s)"
         )
 
+    def tpot_s(self, percentile: float | None = None) -> float:
+        """Time per output token after the first: the mean, or a percentile (nearest rank)."""
+        if not self.token_s:
+            return 0.0
+        if percentile is None:
+            return self.decode_s / len(self.token_s)
+        rank = max(1, math.ceil(percentile / 100 * len(self.token_s)))
+        return sorted(self.token_s)[rank - 1]
+
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "prefill_tok_per_s": self.prefill_rate, "decode_tok_per_s": self.decode_rate}
+        fields = asdict(self)
+        del fields["token_s"]
+        return {
+            **fields,
+            "decode_s": self.decode_s,
+            "tpot_mean_s": self.tpot_s(),
+            "tpot_p50_s": self.tpot_s(50),
+            "tpot_p99_s": self.tpot_s(99),
+            "prefill_tok_per_s": self.prefill_rate,
+            "decode_tok_per_s": self.decode_rate,
+        }
 
 
 def format_seconds(seconds: float) -> str:

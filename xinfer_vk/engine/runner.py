@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from xinfer_vk.cache import CachedSequence, KVCache
-from xinfer_vk.errors import NumericError
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import query_tile
 from xinfer_vk.kernels.base import Ref
@@ -23,20 +22,23 @@ from xinfer_vk.models.decoder import DecoderWeights
 from xinfer_vk.models.graph import Activations, Graph
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import BufferKind, Recorded, Runtime
+from xinfer_vk.sampling.device import NAN_TOKEN, DeviceSampler, SamplerVariant, check_tokens
+from xinfer_vk.sampling.logprobs import TokenLogprobs
 
 Outputs = Literal["none", "last", "all"]
-Head = Literal["argmax", "logits"]
+Head: TypeAlias = Literal["argmax", "logits", "logprobs"] | SamplerVariant
 
 MAX_OUTPUTS = 32  # rows of logits kept at once: 32 x 152k x 4 bytes = 19 MB for Qwen2.5
-NAN_TOKEN = 0xFFFFFFFF  # what the argmax kernel writes for a row with NaN
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of one sequence; they are appended to what its cache holds."""
+    """The next tokens of one sequence; they are appended to what its cache holds. ``outputs``: the rows
+    whose logits are wanted, "none", the "last" one, or "all"."""
 
     sequence: CachedSequence
     token_ids: Sequence[int]
+    outputs: Outputs = "last"
 
 
 def bucket(count: int) -> int:
@@ -60,11 +62,13 @@ class ModelRunner:
         cache: KVCache,
         max_tokens: int = 512,
         progress: Callable[[int, int], None] | None = None,
+        max_outputs: int = MAX_OUTPUTS,
     ) -> None:
         self._progress = progress
         self.runtime, self.config, self.weights, self.cache = runtime, config, weights, cache
-        self.max_tokens = min(bucket(max_tokens), bucket(cache.capacity), state_layout.MAX_TOKENS)
-        self.max_outputs = min(MAX_OUTPUTS, self.max_tokens)
+        chunk = min(bucket(max_tokens), bucket(cache.capacity))
+        self.max_tokens = min(max(chunk, bucket(cache.max_sequences)), state_layout.MAX_TOKENS)
+        self.max_outputs = min(bucket(max_outputs), max(self.max_tokens, bucket(cache.max_sequences)))
         self.steps_run = 0
         self.bytes_read = 0
         self._plans: dict[tuple[int, int, Head], tuple[Recorded, int]] = {}
@@ -78,18 +82,33 @@ class ModelRunner:
             runtime, config, tokens=self.max_tokens, outputs=self.max_outputs, max_context=cache.capacity
         )
         self._rope_table = self._make_rope_table(cache.capacity)
+        self._sampler: DeviceSampler | None = None
         self._query_tile = query_tile(runtime.profile, config.head_dim)
 
-    def run(self, chunks: Sequence[Chunk], outputs: Outputs = "last", head: Head = "argmax") -> np.ndarray:
+    @property
+    def sampler(self) -> DeviceSampler:
+        """The sampler on the device, made when it is first used."""
+        if self._sampler is None:
+            self._sampler = DeviceSampler(
+                self.runtime,
+                self.config.vocab_size,
+                self.max_outputs,
+                slots=self.cache.max_sequences,
+                history_tokens=self.cache.capacity,
+            )
+        return self._sampler
+
+    def run(self, chunks: Sequence[Chunk], head: Head = "argmax") -> np.ndarray:
         """Append every chunk to its sequence and return, in order, for the rows asked for:
 
         * ``head="argmax"``: token ids, ``int64 [rows]``
+        * a :class:`SamplerVariant`, from ``sampler.write_params``: sampled token ids, ``int64 [rows]``
         * ``head="logits"``: ``float32 [rows, vocabulary]``
+        * ``head="logprobs"``: nothing; ``sampler.read_logprobs`` has those of the rows' targets
 
-        ``outputs``: "last" gives one row a chunk, "all" one a token, "none" an empty array.
         Raises :class:`OutOfMemoryError` when the cache is full and :class:`NumericError` on NaN.
         """
-        rows = self._prepare(chunks, outputs)
+        rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
         recorded, _ = self._plan(bucket(total), bucket(rows), head)
         recorded.run()
@@ -97,6 +116,14 @@ class ModelRunner:
             chunk.sequence.length += len(chunk.token_ids)
         self.steps_run += 1
         return self._finish(chunks, rows, head)
+
+    def read_logprobs(self, row: int) -> TokenLogprobs:
+        """Log-probabilities of the token that the last run chose (or had as its target) in ``row``, for
+        rows whose parameters ask for them."""
+        logprobs = self.sampler.read_logprobs(row)
+        assert logprobs is not None, f"row {row} asked for no log-probabilities"
+        self.bytes_read += self.sampler.logprobs_bytes(row)
+        return logprobs
 
     def dispatches(self, tokens: int, outputs: int, head: Head = "argmax") -> int:
         """How many dispatches a step of that shape takes."""
@@ -107,10 +134,13 @@ class ModelRunner:
         self._plans.clear()
         for buffer in (self._state, self._result, self._activations.buffer, self._rope_table.buffer):
             self.runtime.free(buffer)
+        if self._sampler is not None:
+            self._sampler.free()
+            self._sampler = None
 
     # -- prepare ------------------------------------------------------------------------------
 
-    def _prepare(self, chunks: Sequence[Chunk], outputs: Outputs) -> int:
+    def _prepare(self, chunks: Sequence[Chunk]) -> int:
         """Write the batch into the state buffer; how many rows of output it asks for."""
         s, host = state_layout, self._host_state
         row = tiles = rows = 0
@@ -134,12 +164,8 @@ class ModelRunner:
                 host[s.TILE_START + tiles] = row + start
                 host[s.TILE_COUNT + tiles] = min(self._query_tile, count - start)
                 tiles += 1
-            wanted = {
-                "none": range(0),
-                "last": range(row + count - 1, row + count),
-                "all": range(row, row + count),
-            }
-            for output_row in wanted[outputs]:
+            first_output = {"none": row + count, "last": row + count - 1, "all": row}[chunk.outputs]
+            for output_row in range(first_output, row + count):
                 assert rows < self.max_outputs, f"more than {self.max_outputs} output rows in one step"
                 host[s.OUTPUT_ROW + rows] = output_row
                 rows += 1
@@ -164,33 +190,42 @@ class ModelRunner:
                 rope_table=self._rope_table,
             )
             family(self.config.architecture).forward(graph, self.weights)
-            if outputs and head == "argmax":
-                graph.argmax(self._result)
+            if outputs:
+                self._add_head(graph, outputs, head)
             plan = graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
             self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), len(plan.steps))
         return self._plans[key]
 
+    def _add_head(self, graph: Graph, outputs: int, head: Head) -> None:
+        """What is done with the logits on the device."""
+        logits, result = self._activations.logits, Ref(self._result, 0)
+        if head == "argmax":
+            graph.argmax(self._result)
+        elif head == "logprobs":
+            graph.steps.append(
+                self.sampler.logprobs_step(logits.ref, logits.stride, outputs, result, self._state)
+            )
+        elif isinstance(head, SamplerVariant):
+            graph.steps += self.sampler.steps(logits.ref, logits.stride, outputs, result, self._state, head)
+
     # -- finish -------------------------------------------------------------------------------
 
     def _finish(self, chunks: Sequence[Chunk], rows: int, head: Head) -> np.ndarray:
-        if rows == 0:
+        if rows == 0 or head == "logprobs":
             return np.empty(0, np.int64)
-        if head == "argmax":
-            words = self.runtime.read(self._result, 0, rows)
-            bad = words == NAN_TOKEN
-        else:
+        if head == "logits":
             logits = self._activations.logits
             words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
-            words = words.view(np.float32).reshape(rows, logits.stride)
-            bad = np.isnan(words).any(axis=1)
+            self.bytes_read += words.nbytes
+            out = words.view(np.float32).reshape(rows, logits.stride)
+            if np.isnan(out).any():
+                check_tokens(np.array([NAN_TOKEN]), [chunks[0].sequence.length], self.steps_run)
+            return out
+        words = self.runtime.read(self._result, 0, rows)
         self.bytes_read += words.nbytes
-        if bad.any():
-            lengths = ", ".join(str(chunk.sequence.length) for chunk in chunks)
-            raise NumericError(
-                f"step {self.steps_run}: the logits after {lengths} tokens hold NaN: check the device with "
-                "xinfer-vk selftest, and the model's weights"
-            )
-        return words.astype(np.int64) if head == "argmax" else words
+        positions = [chunk.sequence.length for chunk in chunks if chunk.outputs != "none"]
+        check_tokens(words, positions if len(positions) == rows else positions * rows, self.steps_run)
+        return words.astype(np.int64)
 
     def _make_rope_table(self, positions: int) -> Ref:
         """cos and sin of every angle, made in float64 here because a device's sin may be off by

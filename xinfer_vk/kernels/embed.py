@@ -64,7 +64,7 @@ def embed(
     ``ValueError`` for an unknown format, or for a part that does not begin at a multiple of 4 words.
     """
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
-    steps = []
+    steps: list[Step] = []
     for part in parts:
         if part.offset % 4:
             raise ValueError(f"embed: a part begins at word {part.offset}: must be a multiple of 4")

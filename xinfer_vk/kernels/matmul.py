@@ -163,7 +163,7 @@ def linear(
         kernel, tile_rows, tile_tokens = _matvec(profile, fmt, cols, tokens, aligned)
     else:
         kernel, tile_rows, tile_tokens = _matmul(fmt, tokens, aligned)
-    steps = []
+    steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue == "swiglu" and part.rows % 2):
             raise ValueError(

@@ -1,0 +1,238 @@
+"""Which tokens go into the next step, for any number of generations on one cache.
+
+Each step takes one token of every generation that is past its prompt, then prompt tokens of the others
+as far as the step has room: prefill and decode share a ragged batch (Yu et al. 2022, "Orca"; Agrawal et
+al. 2023, "Sarathi": chunked prefill). A generation is admitted only when the cache has room for all it
+may come to need, so none is ever thrown out half-way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from xinfer_vk.engine.generation import Generation
+from xinfer_vk.engine.runner import Chunk, Head, ModelRunner
+from xinfer_vk.kernels.state import BLOCK_TOKENS
+from xinfer_vk.sampling import reference
+from xinfer_vk.sampling.device import RowParams
+from xinfer_vk.sampling.logprobs import TokenLogprobs, logprobs_of
+
+Sampler = Literal["device", "cpu"]
+
+
+class Scheduler:
+    """Runs generations to their ends over one :class:`ModelRunner`.
+
+    ``sampler``: "device" brings four bytes a token back, "cpu" the whole row of logits, and samples
+    with the NumPy reference. ``progress(done, total)`` hears of prompt tokens.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler = "device",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.runner, self.sampler = runner, sampler
+        self._progress = progress
+        self._waiting: deque[Generation] = deque()
+        self._running: list[Generation] = []
+        self._reserved: dict[Generation, int] = {}  # blocks promised to a running generation
+        self.decode_head: Head = "argmax"  # of the last step that had decode tokens
+        self.tokens_chosen = 0
+
+    def add(self, generation: Generation) -> None:
+        self._waiting.append(generation)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def step(self) -> list[Generation]:
+        """One step of the model; the generations that ended in it. Stopped ones end before it."""
+        ended = self._end_stopped()
+        self._admit()
+        batch = self._batch()
+        if batch:
+            self._run(batch)
+        ended += [g for g in self._running if g.finish_reason is not None]
+        for generation in ended:
+            self._release(generation)
+        return ended
+
+    def abandon(self) -> None:
+        """End everything now; what there is stays in the generations."""
+        for generation in [*self._running, *self._waiting]:
+            generation.finish("interrupted")
+            self._release(generation)
+        self._waiting.clear()
+
+    # -- who runs -----------------------------------------------------------------------------
+
+    def _end_stopped(self) -> list[Generation]:
+        ended = [g for g in [*self._running, *self._waiting] if g.stop_event.is_set()]
+        for generation in ended:
+            generation.finish("interrupted")
+        self._waiting = deque(g for g in self._waiting if g.finish_reason is None)
+        return ended
+
+    def _admit(self) -> None:
+        cache = self.runner.cache
+        while self._waiting and len(self._running) < min(cache.max_sequences, self.runner.max_outputs):
+            generation = self._waiting[0]
+            leader = generation.leader
+            if leader is not None and leader.finish_reason is None and not leader.prefilled:
+                return  # its prompt's blocks will be there soon
+            blocks = -(-generation.needs_capacity // BLOCK_TOKENS)
+            if sum(self._reserved.values()) + blocks > cache.allocator.count:
+                return
+            if leader is not None and leader.sequence is not None and leader.prefilled:
+                shared = len(generation.prompt_ids) - 1  # the last token must run: its logits are wanted
+                generation.sequence = cache.fork(leader.sequence, shared)
+                generation.fed = generation.sequence.length
+            else:
+                generation.sequence = cache.open()
+            self._reserved[generation] = blocks
+            self._running.append(self._waiting.popleft())
+            if self._on_device(generation) and generation.params.has_penalties:
+                self.runner.sampler.write_history(generation.sequence.row, generation.prompt_ids)
+
+    def _release(self, generation: Generation) -> None:
+        if generation.sequence is not None:
+            self.runner.cache.close(generation.sequence)
+            generation.sequence = None
+        self._reserved.pop(generation, None)
+        if generation in self._running:
+            self._running.remove(generation)
+
+    # -- what runs ----------------------------------------------------------------------------
+
+    def _batch(self) -> list[tuple[Generation, Chunk]]:
+        room = self.runner.max_tokens
+        batch: list[tuple[Generation, Chunk]] = []
+        for generation in sorted(self._running, key=lambda g: not g.prefilled):
+            assert generation.sequence is not None
+            if room == 0:
+                break
+            tokens = generation.next_tokens(room)
+            left = len(generation.prompt_ids) - 1 - generation.fed
+            if generation.want_prompt_logprobs and left > 0:
+                if batch:
+                    continue  # it has a step of its own, whose every row is read
+                tokens = tokens[: min(left, self.runner.max_outputs)]
+                return [(generation, Chunk(generation.sequence, tokens, "all"))]
+            last = generation.prefilled or generation.fed + len(tokens) == len(generation.prompt_ids)
+            batch.append((generation, Chunk(generation.sequence, tokens, "last" if last else "none")))
+            room -= len(tokens)
+        return batch
+
+    def _run(self, batch: list[tuple[Generation, Chunk]]) -> None:
+        began = time.perf_counter()
+        first, chunk = batch[0]
+        if chunk.outputs == "all":
+            self._run_prompt_logprobs(first, chunk)
+            self._note_prompts(batch, began)
+            return
+        choosing = [g for g, c in batch if c.outputs == "last"]
+        head = self._head(choosing)
+        decoding = any(g.prefilled for g, _ in batch)
+        out = self.runner.run([c for _, c in batch], head)
+        if decoding:
+            self.decode_head = head
+        self._note_prompts(batch, began)
+        now = time.perf_counter()
+        self.tokens_chosen += len(choosing)
+        for row, generation in enumerate(choosing):
+            token, logprobs = self._choice(out, row, generation, head)
+            generation.accept(token, logprobs, now)
+
+    def _note_prompts(self, batch: list[tuple[Generation, Chunk]], began: float) -> None:
+        now = time.perf_counter()
+        for generation, chunk in batch:
+            if not generation.prefilled:
+                generation.metrics.prefill_s += now - began
+                generation.note_fed(len(chunk.token_ids), now)
+                if self._progress is not None:
+                    self._progress(generation.fed, len(generation.prompt_ids))
+
+    # -- how tokens are chosen ------------------------------------------------------------------
+
+    def _on_device(self, generation: Generation) -> bool:
+        return self.sampler == "device" and not is_plain(generation)
+
+    def _head(self, choosing: Sequence[Generation]) -> Head:
+        if all(is_plain(g) for g in choosing):
+            return "argmax"
+        if self.sampler == "cpu":
+            return "logits"
+        return self.runner.sampler.write_params([row_params(g) for g in choosing])
+
+    def _choice(
+        self, out: np.ndarray, row: int, generation: Generation, head: Head
+    ) -> tuple[int, TokenLogprobs | None]:
+        if head == "logits":
+            params = row_params(generation)
+            position = len(generation.tokens)
+            early = params.end_tokens if position < params.end_from else ()
+            sampled = reference.sample(
+                out[row],
+                generation.params,
+                generation.tokens,
+                params.seed,
+                params.sequence,
+                position,
+                banned=(*params.banned, *early),
+            )
+            return sampled.token, sampled.logprobs
+        if head == "argmax":
+            return int(out[row]), None
+        logprobs = self.runner.read_logprobs(row) if generation.params.logprobs is not None else None
+        return int(out[row]), logprobs
+
+    def _run_prompt_logprobs(self, generation: Generation, chunk: Chunk) -> None:
+        """Prompt tokens whose log-probabilities are wanted: each row's target is the token after it."""
+        ids, at, count = generation.prompt_ids, generation.fed, len(chunk.token_ids)
+        params = generation.params.replace(logprobs=generation.params.logprobs or 0)
+        targets = ids[at + 1 : at + 1 + count]
+        if self.sampler == "cpu":
+            logits = self.runner.run([chunk], "logits")
+            generation.prompt_logprobs += [
+                logprobs_of(row, target, params.logprobs or 0) for row, target in zip(logits, targets)
+            ]
+            return
+        self.runner.sampler.write_params([RowParams(params, target=target) for target in targets])
+        self.runner.run([chunk], "logprobs")
+        generation.prompt_logprobs += [self.runner.read_logprobs(row) for row in range(count)]
+
+
+def is_plain(generation: Generation) -> bool:
+    """Whether the largest logit is the choice and nothing else is asked for: argmax does it."""
+    p = generation.params
+    return (
+        p.is_greedy
+        and not p.has_penalties
+        and not p.logit_bias
+        and not p.bad_words
+        and p.logprobs is None
+        and p.min_new_tokens == 0
+    )
+
+
+def row_params(generation: Generation) -> RowParams:
+    """How the generation's next token is chosen, for the device."""
+    p = generation.params
+    assert generation.sequence is not None
+    return RowParams(
+        params=p,
+        seed=generation.seed,
+        sequence=generation.sample,
+        history=generation.sequence.row if p.has_penalties else None,
+        banned=generation.banned.after(generation.tokens),
+        end_tokens=tuple(sorted(generation.end_ids)) if p.min_new_tokens else (),
+        end_from=len(generation.prompt_ids) + p.min_new_tokens if p.min_new_tokens else 0,
+    )

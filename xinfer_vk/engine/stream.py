@@ -1,0 +1,59 @@
+"""Text as it is made: an iterator over the pieces of one generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from xinfer_vk.engine.generation import Generation, GenerationResult
+from xinfer_vk.engine.scheduler import Scheduler
+
+
+class GenerationStream:
+    """Iterate to get text as it is made, whole characters only; afterwards :attr:`result` is there.
+
+    Whatever ends the loop, an exception included, the sequence's cache blocks are given back, and
+    :attr:`partial_result` holds what was made until then.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        generation: Generation,
+        finished: Callable[[Generation, Scheduler], None],
+    ) -> None:
+        self._scheduler, self._generation, self._finished = scheduler, generation, finished
+        self._iterator = self._run()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._iterator
+
+    def __next__(self) -> str:
+        return next(self._iterator)
+
+    def cancel(self) -> None:
+        """End the generation after the step under way; safe from another thread or a signal handler."""
+        self._generation.stop_event.set()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole result; runs what is left of the stream first."""
+        for _ in self._iterator:
+            pass
+        return self.partial_result
+
+    @property
+    def partial_result(self) -> GenerationResult:
+        """What there is so far, without running anything: what remains after an error."""
+        return self._generation.result()
+
+    def _run(self) -> Iterator[str]:
+        scheduler, generation = self._scheduler, self._generation
+        scheduler.add(generation)
+        try:
+            while scheduler.busy:
+                scheduler.step()
+                if text := generation.take():
+                    yield text
+        finally:
+            scheduler.abandon()
+            self._finished(generation, scheduler)
