@@ -16,15 +16,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import CI, DEVICES
+from conftest import CI, DEVICES, DeviceUnderTest
 from validation.driver import CANARY
 
+from xinfer_vk.plan import Plan, Step
+from xinfer_vk.reference import NumpyRuntime, RecordedOracles
+from xinfer_vk.selftest import all_cases, run_cases
 from xinfer_vk.vulkan import layer
 
 TESTS = Path(__file__).resolve().parent
 LAYER = "VK_LAYER_KHRONOS_validation"
 MESSAGE = re.compile(r"\[ ?(SYNC|VUID|UNASSIGNED)")
 TIMEOUT_S = 600
+EVERY_BARRIER = {"XINFER_VK_TEST_EVERY_BARRIER": "1"}  # see conftest.py
 
 # Without the heuristic, newer layers do not look at what shaders access.
 SETTINGS = """\
@@ -57,7 +61,7 @@ if layer.load_library()[0] is None:
 
 
 def run_validated(
-    device: str, index: int, folder: Path, *arguments: str, **environment: str
+    device: DeviceUnderTest, folder: Path, *arguments: str, **environment: str
 ) -> tuple[str, str]:
     """Run pytest with ``arguments`` and the canary under validation: what was reported before the canary,
     and what since. Fails if pytest did."""
@@ -68,7 +72,7 @@ def run_validated(
         **os.environ,
         "VK_INSTANCE_LAYERS": LAYER,
         "VK_LAYER_SETTINGS_PATH": str(folder),
-        "XINFER_VK_TEST_DEVICES": device,
+        "XINFER_VK_TEST_DEVICES": device.id,
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
         **environment,
     }
@@ -85,7 +89,13 @@ def run_validated(
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        command = [sys.executable, str(TESTS / "validation" / "driver.py"), str(log), str(index), *arguments]
+        command = [
+            sys.executable,
+            str(TESTS / "validation" / "driver.py"),
+            str(log),
+            str(device.index),
+            *arguments,
+        ]
         done = subprocess.run(
             command, env=env, cwd=TESTS.parent, capture_output=True, text=True, timeout=TIMEOUT_S
         )
@@ -117,11 +127,48 @@ devices = pytest.mark.parametrize("device", [pytest.param(d, id=d.id) for d in D
 
 @devices
 def test_the_canary_is_seen_and_nothing_else(device, tmp_path):
-    assert_clean(*run_validated(device.id, device.index, tmp_path))
+    assert_clean(*run_validated(device, tmp_path))
 
 
 @devices
-@pytest.mark.parametrize("memory", ["unified", "discrete"])
-def test_the_runtime_and_its_failures_are_valid_vulkan(device, memory, tmp_path):
-    arguments = [str(TESTS / "test_runtime.py"), str(TESTS / "test_layer.py")]
-    assert_clean(*run_validated(device.id, device.index, tmp_path, *arguments, XINFER_VK_MEMORY=memory))
+def test_the_runtime_and_its_failures_are_valid_vulkan(device, tmp_path):
+    """In both kinds of memory, and after failures that a test planted: nothing leaks, nothing is misused."""
+    slow = "not many_times and not never_closes and not through_the_environment"
+    files = [str(TESTS / "test_runtime.py"), str(TESTS / "test_layer.py")]
+    assert_clean(*run_validated(device, tmp_path, *files, "-k", slow))
+
+
+@devices
+def test_every_kernel_is_valid_vulkan(device, tmp_path):
+    arguments = [str(TESTS / "validation" / "selftest_cases.py")]
+    assert_clean(*run_validated(device, tmp_path, *arguments, **EVERY_BARRIER))
+
+
+@devices
+def test_whole_models_are_valid_vulkan(device, tmp_path):
+    """Prefill, decode and a ragged batch: every dispatch waits for what it reads. In device-only memory,
+    where the state's copy goes before each step too."""
+    arguments = [str(TESTS / "test_logits.py"), "-k", "device_logits or ragged or argmax"]
+    environment = {"XINFER_VK_MEMORY": "discrete", **EVERY_BARRIER}
+    assert_clean(*run_validated(device, tmp_path, *arguments, **environment))
+
+
+class AnyOrder(NumpyRuntime):
+    """Runs steps that are marked independent before the one they are said not to depend on."""
+
+    def prepare(self, plan: Plan) -> RecordedOracles:
+        groups: list[list[Step]] = []
+        for step in plan.steps:
+            if step.independent and groups:
+                groups[-1].append(step)
+            else:
+                groups.append([step])
+        return super().prepare(Plan(plan.name, tuple(step for group in groups for step in reversed(group))))
+
+
+def test_steps_marked_independent_can_run_in_any_order():
+    """What validation cannot see in a shared arena: no barrier between them is safe only if this holds."""
+    runtime = AnyOrder()
+    cases = [case for case in all_cases() if case.quick]
+    failed = [f"{o.case}: {o.finding.problem}" for o in run_cases(runtime, cases) if not o.passed]
+    assert not failed
