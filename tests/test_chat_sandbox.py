@@ -22,6 +22,9 @@ def grow(start: str, step: str, end: str = "ns.x") -> str:
 HOSTILE = {
     "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "a loop that skips all": "{% for i in range(99999) if range(99999) | list | length == 0 %}{% endfor %}",
+    "loops that do nothing": (
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+    ),
     "a search in every turn": "{{ range(99999) | select('in', range(99999) | list) | list | length }}",
     "sorting in every turn": "{% for i in range(9999) %}{{ range(99999) | sort | length }}{% endfor %}",
     "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -34,7 +37,10 @@ HOSTILE = {
     "text doubled by format": grow("'xxxxxxxx'", "'%s%s' | format(ns.x, ns.x)"),
     "lists doubled": grow("[1]", "ns.x + ns.x"),
     "lists of lists": grow("[1]", "[ns.x, ns.x]"),
+    "lists of lists in a filter": grow("[1]", "[ns.x, ns.x]", "ns.x | string"),
     "tuples of tuples": grow("(1,)", "(ns.x, ns.x)"),
+    "tuples of tuples in a format": grow("(1,)", "(ns.x, ns.x)", "'{}'.format(ns.x)"),
+    "lists of lists compared": grow("[1]", "[ns.x, ns.x]", "ns.x == messages"),
     "objects of objects": grow("{}", "{'a': ns.x, 'b': ns.x}", "ns.x | tojson"),
     "batches of batches": grow("[1]", "[ns.x] | batch(9, ns.x) | list"),
     "numbers squared": grow("10", "ns.x * ns.x"),

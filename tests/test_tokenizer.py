@@ -29,6 +29,9 @@ from xinfer_vk.text.pretokenizers import BY_NAME
 from xinfer_vk.text.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZERS = dict(both_ways())
+COUNT = len(metadata("qwen2", unused=0)["tokenizer.ggml.tokens"])
+PADDED = COUNT + 3
+END, THINK = (metadata("qwen2")["tokenizer.ggml.tokens"].index(token) for token in ("<|im_end|>", "<think>"))
 every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
 
 # -- the same as the originals ------------------------------------------------------------------
@@ -255,8 +258,8 @@ def test_tokens_are_found_by_name_and_number() -> None:
         assert think is not None and not tokenizer.is_special(think)
         assert tokenizer.id_of("no such token") is None
         assert tokenizer.token_bytes(tokenizer.id_of("Ġthe") or 0) == b" the"
-        assert tokenizer.vocab_size == 651
-        assert tokenizer.decode([-1, 654, 2**31, 2**40]) == "", "ids that do not exist are nothing"
+        assert tokenizer.vocab_size == COUNT
+        assert tokenizer.decode([-1, PADDED, 2**31, 2**40]) == "", "ids that do not exist are nothing"
 
 
 def test_named_tokens_are_known_to_templates() -> None:
@@ -266,9 +269,11 @@ def test_named_tokens_are_known_to_templates() -> None:
 
 def test_a_token_beyond_the_embedding_is_refused() -> None:
     tokenizer = tokenizer_from_directory(FIXTURES / "qwen2")
-    tokenizer.model_vocab_size = 644
+    tokenizer.model_vocab_size = END
     assert tokenizer.encode("plain", parse_special=True)
-    with pytest.raises(ModelError, match=r"'<\|im_end\|>' has id 645, and the model has only 644"):
+    with pytest.raises(
+        ModelError, match=rf"'<\|im_end\|>' has id {END}, and the model has only {END} tokens"
+    ):
         tokenizer.encode("<|im_end|>", parse_special=True)
 
 
@@ -279,7 +284,7 @@ def test_load_tokenizer_reads_both_kinds_of_models(tmp_path: Path) -> None:
     for model in (directory, file):
         tokenizer = load_tokenizer(model)  # type: ignore[arg-type]
         assert tokenizer.model_vocab_size == 700
-        assert tokenizer.encode("<|im_end|>", parse_special=True) == [645]
+        assert tokenizer.encode("<|im_end|>", parse_special=True) == [END]
 
 
 # -- damage -------------------------------------------------------------------------------------
@@ -302,11 +307,11 @@ TOKENS, TYPES, MERGES = (f"tokenizer.ggml.{key}" for key in ("tokens", "token_ty
         ({TOKENS: []}, "a list of texts was expected"),
         ({TOKENS: "abc"}, "a list of texts was expected"),
         ({TOKENS: ["a", 1]}, "a list of texts was expected"),
-        ({TOKENS: ["a", "b"]}, "token_type has 654 entries for 2 tokens"),
-        ({TYPES: [1]}, "token_type has 1 entries for 654 tokens"),
+        ({TOKENS: ["a", "b"]}, f"token_type has {PADDED} entries for 2 tokens"),
+        ({TYPES: [1]}, f"token_type has 1 entries for {PADDED} tokens"),
         ({TYPES: 1}, "a list of numbers was expected"),
-        ({TYPES: [1.0] * 654}, "a list of numbers was expected"),
-        ({TYPES: [7] * 654}, "has the type 7, known are 1 to 6"),
+        ({TYPES: [1.0] * PADDED}, "a list of numbers was expected"),
+        ({TYPES: [7] * PADDED}, "has the type 7, known are 1 to 6"),
         ({MERGES: "a b"}, "a list of texts was expected"),
         ({MERGES: [1]}, "a list of texts was expected"),
         ({MERGES: ["a"]}, "merges entry 0 is 'a', two tokens that make a third were expected"),
@@ -317,7 +322,7 @@ TOKENS, TYPES, MERGES = (f"tokenizer.ggml.{key}" for key in ("tokens", "token_ty
         ({MERGES: ["Ġ t", "i n", "Ġ t"]}, r"has '\\u0120 t' twice, as entries 0 and 2"),
         ({"tokenizer.ggml.add_bos_token": True}, r"bos_token_id is None, no token .*add_bos_token wants it"),
         ({"tokenizer.ggml.add_bos_token": 1}, "true or false was expected"),
-        ({"tokenizer.ggml.bos_token_id": 654, "tokenizer.ggml.add_bos_token": True}, "id is 654, no token"),
+        ({"tokenizer.ggml.bos_token_id": PADDED, "tokenizer.ggml.add_bos_token": True}, f"id is {PADDED}, no token"),
         ({"tokenizer.ggml.eos_token_id": "2"}, "an integer was expected"),
         ({"tokenizer.ggml.eot_token_id": [2]}, "an integer was expected"),
     ],
@@ -456,7 +461,7 @@ def test_a_randomly_damaged_tokenizer_json_loads_or_is_refused(tmp_path: Path) -
         ({"added_tokens_decoder": {"9": "a"}}, r"added_tokens_decoder\['9'\] is 'a'"),
         ({"added_tokens_decoder": {"9": {}}}, r"added_tokens_decoder\['9'\] has no content"),
         ({"added_tokens_decoder": {"9": {"content": "a", "special": 1}}}, "special is 1, true or false"),
-        ({"added_tokens_decoder": {"9": {"content": "<new>"}}}, "'<new>' the id 9, .* leads to 651"),
+        ({"added_tokens_decoder": {"9": {"content": "<new>"}}}, f"'<new>' the id 9, .* leads to {COUNT}"),
     ],
 )  # fmt: skip
 def test_a_damaged_tokenizer_config_is_refused_by_key(
@@ -468,13 +473,13 @@ def test_a_damaged_tokenizer_config_is_refused_by_key(
 
 def test_tokenizer_config_adds_tokens_and_changes_their_flags(tmp_path: Path) -> None:
     added = {
-        "647": {"content": "<think>", "special": True, "normalized": False},
-        "651": {"content": "<new>", "special": True},
+        str(THINK): {"content": "<think>", "special": True, "normalized": False},
+        str(COUNT): {"content": "<new>", "special": True},
     }
     tokenizer = tokenizer_from_directory(changed(tmp_path, "qwen2", added_tokens_decoder=added))
-    assert tokenizer.encode("a<new>b", parse_special=True)[1] == 651
-    think = tokenizer.id_of("<think>")
-    assert think == 647 and tokenizer.is_special(think) and not hf("qwen2").is_special(think)
+    assert tokenizer.encode("a<new>b", parse_special=True)[1] == COUNT
+    assert tokenizer.id_of("<think>") == THINK
+    assert tokenizer.is_special(THINK) and not hf("qwen2").is_special(THINK)
 
 
 def test_special_tokens_may_be_objects_or_in_the_older_file(tmp_path: Path) -> None:

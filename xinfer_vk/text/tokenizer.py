@@ -133,10 +133,16 @@ class Tokenizer:
     def _allowed_matches(self, text: str, origin: bytes) -> list[tuple[int, int, int]]:
         """(start, end, id) of added tokens in the trusted stretches of a text, from left to right, the
         longest where several begin: the rules of ``tokenizers``, which cannot be told to look only here."""
+        readable = {
+            TEMPLATE: self._pattern(self._added),
+            MODEL: self._pattern(self._added.keys() - self._special),
+        }
         matches, at, done = [], 0, 0
         for level, stretch in groupby(origin):
             start, at = at, at + sum(1 for _ in stretch)
-            for found in self._pattern(level).finditer(text, start, at):
+            if level not in readable:
+                continue
+            for found in readable[level].finditer(text, start, at):
                 token_id = self.id_of(found[0])
                 token = self._added[token_id] if token_id is not None else None
                 if token is None or token_id is None or found.start() < done:
@@ -154,15 +160,10 @@ class Tokenizer:
 
     def markup_in(self, text: str) -> list[tuple[int, int]]:
         """(start, end) of what spells an added token, whoever wrote it."""
-        return [found.span() for found in self._pattern(TEMPLATE).finditer(text)]
+        return [found.span() for found in self._pattern(self._markup).finditer(text)]
 
-    def _pattern(self, level: int) -> re.Pattern[str]:
-        """What may be read as markup in a stretch of this origin."""
-        ids: frozenset[int] = frozenset()
-        if level == TEMPLATE:
-            ids = self._markup
-        elif level == MODEL:
-            ids = self._markup - self._special
+    def _pattern(self, ids: Iterable[int]) -> re.Pattern[str]:
+        """What spells one of these added tokens, the longest first."""
         texts = sorted((self._added[i].content for i in ids), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
