@@ -1,0 +1,88 @@
+"""The sampling options that generate, chat and others share, and what they amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from xinfer_vk.errors import UsageError
+
+if TYPE_CHECKING:
+    from xinfer_vk.sampling.params import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Option name → field of SamplingParams, where they differ.
+FIELDS = {"stop_token_id": "stop_token_ids", "bad_word": "bad_words"}
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "penalty_window", "seed", "stop", "stop_token_id", "min_new_tokens", "bad_word",
+)  # fmt: skip
+
+OPTIONS = [
+    click.option("--temperature", "-t", type=float, help="0 is greedy; higher is more varied. [default: 0]"),
+    click.option("--top-k", type=int, help="Only the K most likely tokens; 0 is off. [default: 0]"),
+    click.option("--top-p", type=float, help="The fewest tokens that hold this probability. [default: 1]"),
+    click.option("--min-p", type=float, help="Tokens with this part of the best one's probability. [default: 0]"),
+    click.option("--typical-p", type=float, help="The fewest tokens of usual surprise. [default: 1]"),
+    click.option("--repetition-penalty", type=float, help="Divides logits of tokens seen. [default: 1]"),
+    click.option("--presence-penalty", type=float, help="Subtracted once from tokens seen. [default: 0]"),
+    click.option("--frequency-penalty", type=float, help="Subtracted for each time seen. [default: 0]"),
+    click.option("--penalty-window", type=int, help="Tokens penalties look back over; -1 is all. [default: -1]"),
+    click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Add to a token's logit; -inf bans it."),
+    click.option("--seed", type=int, help="The same seed gives the same tokens. [default: a new one]"),
+    click.option("--stop", multiple=True, help="End before this text. May be repeated."),
+    click.option("--stop-token-id", type=int, multiple=True, help="End at this token. May be repeated."),
+    click.option("--min-new-tokens", type=int, help="No end of sequence before. [default: 0]"),
+    click.option("--bad-word", multiple=True, help="Text that must not appear. May be repeated."),
+    click.option("--sampler-order", metavar="STAGES", help="Stages in order, separated by commas."),
+    click.option("--recommended", is_flag=True, help="Start from the values the model's makers recommend."),
+    click.option(
+        "--sampler",
+        type=click.Choice(["device", "cpu"]),
+        default="device",
+        show_default=True,
+        help="Where tokens are chosen.",
+    ),
+]  # fmt: skip
+
+
+def sampling_options(command: F) -> F:
+    """Adds every sampling option to a command."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def params_from_options(
+    options: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, **fields: Any
+) -> SamplingParams:
+    """What the options say, over what ``generation_config`` recommends if ``recommended`` was given.
+
+    ``fields``: others of SamplingParams. Raises :class:`UsageError`, naming the parameter.
+    """
+    from xinfer_vk.sampling.params import SamplingParams
+
+    base = SamplingParams()
+    if options.get("recommended"):
+        base = SamplingParams.from_generation_config(generation_config or {})
+    given = {
+        FIELDS.get(name, name): value
+        for name in SAMPLING
+        if (value := options.get(name)) is not None and value != ()
+    }
+    if biases := options.get("logit_bias"):
+        given["logit_bias"] = dict(_bias(text) for text in biases)
+    if order := options.get("sampler_order"):
+        given["sampler_order"] = tuple(stage.strip().replace("-", "_") for stage in order.split(","))
+    return base.replace(**{**given, **fields})
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise UsageError(f"--logit-bias {text!r}: write it as TOKEN_ID=VALUE, for example 42=-1.5") from None
