@@ -322,7 +322,7 @@ TOKENS, TYPES, MERGES = (f"tokenizer.ggml.{key}" for key in ("tokens", "token_ty
         ({MERGES: ["Ġ t", "i n", "Ġ t"]}, r"has '\\u0120 t' twice, as entries 0 and 2"),
         ({"tokenizer.ggml.add_bos_token": True}, r"bos_token_id is None, no token .*add_bos_token wants it"),
         ({"tokenizer.ggml.add_bos_token": 1}, "true or false was expected"),
-        ({"tokenizer.ggml.bos_token_id": PADDED, "tokenizer.ggml.add_bos_token": True}, f"id is {PADDED}, no token"),
+        ({"tokenizer.ggml.bos_token_id": PADDED, "tokenizer.ggml.add_bos_token": True}, f"is {PADDED}, no"),
         ({"tokenizer.ggml.eos_token_id": "2"}, "an integer was expected"),
         ({"tokenizer.ggml.eot_token_id": [2]}, "an integer was expected"),
     ],

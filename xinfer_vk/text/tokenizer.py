@@ -132,7 +132,8 @@ class Tokenizer:
 
     def _allowed_matches(self, text: str, origin: bytes) -> list[tuple[int, int, int]]:
         """(start, end, id) of added tokens in the trusted stretches of a text, from left to right, the
-        longest where several begin: the rules of ``tokenizers``, which cannot be told to look only here."""
+        longest where several begin: the rules of ``tokenizers``, which cannot be told to look only here.
+        As there, a token that takes the spaces after it along does not hide a token in those spaces."""
         readable = {
             TEMPLATE: self._pattern(self._added),
             MODEL: self._pattern(self._added.keys() - self._special),
@@ -145,7 +146,7 @@ class Tokenizer:
             for found in readable[level].finditer(text, start, at):
                 token_id = self.id_of(found[0])
                 token = self._added[token_id] if token_id is not None else None
-                if token is None or token_id is None or found.start() < done:
+                if token is None or token_id is None:
                     continue
                 first, last = found.span()
                 if token.single_word and re.search(r"\w", text[first - 1 : first] + text[last : last + 1]):
