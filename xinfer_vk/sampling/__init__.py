@@ -1,0 +1,1 @@
+"""Choosing tokens: parameters, the sampler on the device, and the same on the CPU for reading."""

@@ -1,0 +1,67 @@
+"""Log-probabilities of a token and of the most likely ones.
+
+They are those of the model: log-softmax of its logits at temperature 1, before any penalty, bias or
+truncation, as the OpenAI API and vLLM have it. They say how sure the model is, not how the sampler chose.
+The device hands over integers and logits (kernels/sample_logprobs.py); the logarithm is taken here, in
+float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xinfer_vk.kernels import sample_math as arithmetic
+from xinfer_vk.kernels import sample_stages as stages
+from xinfer_vk.kernels.sample_math import WEIGHT_BITS, Scale
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """``logprob`` of ``token``, whose ``rank`` is 1 if it is the most likely; ``top``: (token, logprob) of
+    the most likely ones, in falling order."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def logprobs_of(logits: np.ndarray, token: int, count: int) -> TokenLogprobs:
+    """From the model's logits ``float32 [vocabulary]``."""
+    keys = arithmetic.keys_of(logits)
+    best = stages.candidates(keys)
+    total = int(stages.row_weights(keys, best, Scale.of(1.0)).sum())
+    ahead = (keys > keys[token]) | ((keys == keys[token]) & (np.arange(keys.size) < token))
+    return from_parts(
+        token,
+        float(logits[token]),
+        int(ahead.sum()) + 1,
+        float(logits.max()),
+        total,
+        best[:count],
+        logits[best[:count]],
+    )
+
+
+def from_parts(
+    token: int,
+    logit: float,
+    rank: int,
+    largest: float,
+    total: int,
+    tokens: Sequence[int] | np.ndarray,
+    logits: Sequence[float] | np.ndarray,
+) -> TokenLogprobs:
+    """``total``: the sum of all weights (2^44 times the sum of ``exp(logit - largest)``)."""
+    log_total = math.log(total) - WEIGHT_BITS * math.log(2)
+
+    def logprob(x: float) -> float:
+        return 0.0 - log_total if x == largest else x - largest - log_total
+
+    return TokenLogprobs(
+        token, logprob(logit), rank, tuple((int(t), logprob(float(x))) for t, x in zip(tokens, logits))
+    )
