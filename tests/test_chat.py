@@ -23,6 +23,8 @@ from xinfer_vk.text.chat import (
     template_from_gguf,
 )
 from xinfer_vk.text.origin import TEMPLATE, USER, Traced, origin_of
+from xinfer_vk.text.tokenizer import load_tokenizer
+from xinfer_vk.weights.source import open_model
 
 # -- the same as transformers -----------------------------------------------------------------------
 
@@ -114,6 +116,17 @@ def test_a_model_without_a_template_gets_qwens_if_it_has_the_tokens(tmp_path: Pa
         UsageError, match=r"has no chat template, and its vocabulary has no <\|im_start\|>: use --raw"
     ):
         encode_chat(hf("llama3"), template, HELLO)
+
+
+def test_the_demo_model_chats(demo_model: Path) -> None:
+    with open_model(demo_model) as model:
+        tokenizer, template = load_tokenizer(model), ChatTemplate.from_source(model)
+        assert is_instruct(model)
+    for case in reference("smollm")["chats"]:
+        messages, prompt = case["messages"], case["add_generation_prompt"]
+        assert template.render(messages, prompt) == case["text"]
+        expected = tokenizer.encode(case["text"], parse_special=True)
+        assert encode_chat(tokenizer, template, messages, prompt) == expected
 
 
 def test_a_model_is_for_chats_if_it_has_a_template(tmp_path: Path) -> None:

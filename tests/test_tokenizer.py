@@ -27,6 +27,7 @@ from xinfer_vk.text.gguf_tokenizer import tokenizer_from_gguf
 from xinfer_vk.text.hf_tokenizer import tokenizer_from_directory
 from xinfer_vk.text.pretokenizers import BY_NAME
 from xinfer_vk.text.tokenizer import Tokenizer, load_tokenizer
+from xinfer_vk.weights.source import open_model
 
 TOKENIZERS = dict(both_ways())
 COUNT = len(metadata("qwen2", unused=0)["tokenizer.ggml.tokens"])
@@ -89,6 +90,19 @@ def test_a_word_of_the_vocabulary_is_taken_whole_by_llama3_only() -> None:
     assert tokenizer_from_gguf(tokens, "x").encode(" whole", parse_special=True, add_bos=False) == [whole]
     tokens["tokenizer.ggml.pre"] = "gpt-2"
     assert len(tokenizer_from_gguf(tokens, "x").encode(" whole", parse_special=True)) > 1
+
+
+def test_the_demo_models_tokens_are_those_that_llama_cpp_finds(demo_model: Path) -> None:
+    """The whole real vocabulary, against an implementation that shares nothing with this one."""
+    with open_model(demo_model) as model:
+        tokenizer = load_tokenizer(model)
+        assert eos_ids(model, tokenizer) == {2}
+        assert tokenizer.vocab_size == tokenizer.model_vocab_size == model.config.vocab_size
+    cases = json.loads((FIXTURES / "smollm2-135m.json").read_text(encoding="utf-8"))
+    assert len(cases) > 20
+    for case in cases:
+        assert tokenizer.encode(case["text"], parse_special=True) == case["ids"], case["text"]
+        assert tokenizer.encode(case["text"], parse_special=False) == case["plain"], case["text"]
 
 
 def test_the_byte_alphabet_is_one_to_one_and_printable() -> None:
