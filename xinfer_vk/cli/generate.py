@@ -1,34 +1,44 @@
-"""``xinfer-vk generate``: text from a prompt, streamed, with what it cost on the last line."""
+"""``xinfer-vk generate``: text from one prompt, streamed, or from many as one batch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, read_prompts
+from xinfer_vk.cli.options import params_from_options, sampling_options
 from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.cli.report import (
+    as_record,
+    describe,
+    describe_recommended,
+    describe_run,
+    logprob_table,
+    speed_report,
+)
 from xinfer_vk.errors import UsageError
 
 if TYPE_CHECKING:
-    from xinfer_vk.engine.llm import LLM, GenerationResult, GenerationStream
+    from xinfer_vk.engine.llm import LLM, GenerationResult
+    from xinfer_vk.sampling.params import SamplingParams
 
 INTERRUPTED = 130
 DEFAULT_MAX_NEW_TOKENS = 256
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt's text: ``--prompt``, ``--file``, or standard input when neither is given.
+def read_prompt(file: str | None) -> str:
+    """The prompt's text from a file, or from standard input when none is named.
 
     Raises :class:`UsageError` for a file that cannot be read or is not UTF-8, and for no prompt at all.
     """
-    if prompt is not None and file is not None:
-        raise UsageError("--prompt and --file were both given: use one of them")
-    if prompt is not None and prompt != "-":
-        return prompt
     where = "standard input" if file in (None, "-") else str(file)
     try:
         if where == "standard input":
@@ -42,9 +52,34 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     try:
         return data.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"the prompt from {where} is not UTF-8 (byte {error.start}): convert it first"
-        ) from error
+        raise UsageError(f"the prompt from {where} is not UTF-8 (byte {error.start}): convert it") from error
+
+
+def gather_prompts(
+    prompt: tuple[str, ...], file: str | None, prompts: str | None, keep_going: bool
+) -> list[PromptLine]:
+    """Every prompt the options name. With ``keep_going`` a bad line of the file is told and left out."""
+    if sum((bool(prompt), file is not None, prompts is not None)) > 1:
+        raise UsageError("--prompt, --file and --prompts exclude each other: use one of them")
+    if prompts is not None:
+        lines: list[PromptLine] = []
+        for line in read_prompts(prompts):
+            if isinstance(line, PromptLine):
+                lines.append(line)
+            elif keep_going:
+                click.echo(f"left out: {line}", err=True)
+            else:
+                raise UsageError(f"{line} (--keep-going leaves such lines out)")
+        if not lines:
+            raise UsageError(f"{prompts}: there are no prompts in it")
+        return lines
+    texts = prompt or (read_prompt(file),)
+    if "-" in texts:
+        texts = tuple(read_prompt(None) if text == "-" else text for text in texts)
+    for text in texts:
+        if not text.strip():
+            raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
+    return [PromptLine(f"prompt {i}", text, None, None, {}) for i, text in enumerate(texts, 1)]
 
 
 @click.command("generate")
@@ -55,8 +90,15 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     show_default=True,
     help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
 )
-@click.option("--prompt", "-p", help="The prompt; - reads standard input.")
+@click.option("--prompt", "-p", multiple=True, help="The prompt; - reads standard input. May be repeated.")
 @click.option("--file", "-f", type=click.Path(), help="Read the prompt from a file.")
+@click.option(
+    "--prompts",
+    type=click.Path(),
+    help='JSON lines: {"prompt": …, "system": …, "id": …, "temperature": …}; run as one batch.',
+)
+@click.option("--output", "-o", type=click.Path(), help="Write results as JSON lines, in input order.")
+@click.option("--keep-going", is_flag=True, help="Leave out lines of --prompts that cannot be read.")
 @click.option("--system", "-s", help="System text for the chat template.")
 @click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
 @click.option(
@@ -67,7 +109,16 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     show_default=True,
     help="Generate at most this many tokens.",
 )
-@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
+@click.option(
+    "--samples",
+    "--n",
+    "samples",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Samples of each prompt, which share its KV blocks.",
+)
+@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]")
 @click.option(
     "--kv-dtype",
     type=click.Choice(["f16", "f32"]),
@@ -79,122 +130,212 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     "--context",
     "-c",
     type=click.IntRange(min=1),
-    help="Tokens the KV cache holds. [default: prompt + max new tokens]",
+    help="Tokens the KV cache holds of a sequence. [default: prompt + max new tokens]",
 )
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of streaming text.")
+@sampling_options
+@click.option("--logprobs", type=int, help="Log-probabilities of the tokens and of the N most likely.")
+@click.option("--prompt-logprobs", is_flag=True, help="Log-probabilities of the prompt's tokens too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a result, and no stream.")
+@click.option("--speed-report", is_flag=True, help="Print TTFT, TPOT (mean, p50, p99), PP and TG.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the text and nothing else.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell load time, TTFT, KV size and memory.")
+@click.option("--verbose", "-v", is_flag=True, help="Tell load time, TTFT, KV size and memory.")  # fmt: skip
 def command(
     model: str,
-    prompt: str | None,
+    prompt: tuple[str, ...],
     file: str | None,
+    prompts: str | None,
+    output: str | None,
+    keep_going: bool,
     system: str | None,
     raw: bool,
     max_new_tokens: int,
+    samples: int,
     device: str | None,
     kv_dtype: str,
     context: int | None,
     ignore_eos: bool,
+    logprobs: int | None,
+    prompt_logprobs: bool,
     as_json: bool,
+    speed_report: bool,
     quiet: bool,
     verbose: bool,
+    sampler: str,
+    **options: Any,
 ) -> None:
-    """Generate text greedily from a prompt.
+    """Generate text from a prompt.
 
-    The text goes to standard output as it is made, notices and timing to standard error. Ctrl-C
-    stops early and keeps what there is (exit code 130).
+    The text goes to standard output as it is made, notices and timing to standard error. The default is
+    greedy; --temperature and the options after it sample. Several prompts (--prompt repeated, or
+    --prompts) run as one batch, and each result is printed as it ends. Ctrl-C stops early and keeps
+    what there is (exit code 130).
     """
-    text = read_prompt(prompt, file)
-    if not text.strip():
-        raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
-
-    def tell(message: str) -> None:
-        if not quiet:
-            click.echo(message, err=True)
+    lines = gather_prompts(prompt, file, prompts, keep_going)
+    show = Shown(as_json=as_json, quiet=quiet, verbose=verbose, speed=speed_report)
+    fields: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
+    }
+    params_from_options({**options, "recommended": False}, **fields)  # a mistake is told before loading
 
     with ProgressBar(enabled=False if quiet else None) as progress:
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(model, device=device, kv_dtype=kv_dtype, context=context, progress=progress) as llm:
+        with LLM(
+            model, device=device, kv_dtype=kv_dtype, context=context, sampler=sampler, progress=progress  # type: ignore[arg-type]
+        ) as llm:  # fmt: skip
             for notice in llm.notices:
-                tell(notice)
+                show.tell(notice)
+            params = params_from_options(options, llm.generation_config, **fields)
             if verbose:
-                tell(describe(llm))
-            stream = llm.stream(
-                text, max_new_tokens=max_new_tokens, system=system, raw=raw or None, ignore_eos=ignore_eos
-            )
-            run(stream, echo=not as_json, progress=progress)
-            result = stream.result
-            if as_json:
-                click.echo(json.dumps(as_record(llm, result), ensure_ascii=False))
-            if verbose:
-                tell(describe_run(llm, result))
-            tell(result.metrics.timing_line())
-            if result.finish_reason == "interrupted":
-                raise click.exceptions.Exit(INTERRUPTED)
+                show.tell(describe(llm))
+            if verbose and options["recommended"]:
+                show.tell(describe_recommended(params))
+            batch = Batch(llm, lines, params, raw, system, prompt_logprobs, samples, keep_going)
+            if len(batch.lines) == samples == 1 and output is None:
+                result = run_one(batch, show, progress)
+                interrupted = result.finish_reason == "interrupted"
+            else:
+                interrupted = run_batch(batch, show, output)
+    if interrupted:
+        raise click.exceptions.Exit(INTERRUPTED)
 
 
-def run(stream: GenerationStream, echo: bool, progress: ProgressBar) -> None:
-    """Drive the stream to its end. Ctrl-C ends it after the step under way, a second one at once."""
+class Shown:
+    """What is printed where: text and JSON to standard output, all else to standard error."""
+
+    def __init__(self, *, as_json: bool, quiet: bool, verbose: bool, speed: bool) -> None:
+        self.as_json, self.quiet, self.verbose, self.speed = as_json, quiet, verbose, speed
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
+
+    def tell(self, message: str) -> None:
+        if not self.quiet:
+            click.echo(message, err=True)
+
+    def costs(self, llm: LLM, result: GenerationResult) -> None:
+        """After a result: log-probabilities, memory, speed, and the timing line last."""
+        if (result.logprobs is not None or result.prompt_logprobs is not None) and not self.as_json:
+            self.tell(logprob_table(llm, result))
+        if self.verbose:
+            self.tell(describe_run(llm, result))
+        if self.speed:
+            self.tell(speed_report(result))
+        self.tell(result.metrics.timing_line())
+
+
+class Batch:
+    """The prompts as token ids with their parameters. With ``keep_going``, those that cannot be run are
+    told and left out."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        lines: list[PromptLine],
+        params: SamplingParams,
+        raw: bool,
+        system: str | None,
+        prompt_logprobs: bool,
+        samples: int,
+        keep_going: bool,
+    ) -> None:
+        self.llm, self.prompt_logprobs, self.samples = llm, prompt_logprobs, samples
+        self.lines: list[PromptLine] = []
+        self.ids: list[list[int]] = []
+        self.params: list[SamplingParams] = []
+        for line in lines:
+            try:
+                chosen = params.replace(**line.fields) if line.fields else params
+                chosen.check_vocabulary(llm.config.vocab_size)
+                text_system = line.system if line.system is not None else system
+                ids = llm.encode(line.prompt, system=text_system, raw=raw or None)
+            except UsageError as error:
+                if len(lines) == 1:
+                    raise
+                if not keep_going:
+                    raise UsageError(f"{line.where}: {error}") from error
+                click.echo(f"left out: {line.where}: {error}", err=True)
+                continue
+            self.lines.append(line)
+            self.ids.append(ids)
+            self.params.append(chosen)
+        if not self.lines:
+            raise UsageError("no prompt is left to run")
+
+    def record(self, result: GenerationResult) -> dict[str, Any]:
+        line = self.lines[result.prompt]
+        own = {} if line.id is None else {"id": line.id}
+        return {**own, "prompt": line.prompt, **as_record(self.llm, result)}
+
+
+@contextlib.contextmanager
+def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls ``cancel``, which ends the work after the step under way; a second one ends it at once."""
 
     def interrupt(signum: int, frame: object) -> None:
-        stream.cancel()
+        cancel()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    out = sys.stdout
-    if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        for piece in stream:
-            if echo:
-                out.write(piece)
-                out.flush()
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResult:
+    """One prompt, streamed."""
+    stream = batch.llm.stream(batch.ids[0], batch.params[0], prompt_logprobs=batch.prompt_logprobs)
+    out = sys.stdout
+    try:
+        with interruptible(stream.cancel):
+            for piece in stream:
+                if not show.as_json:
+                    out.write(piece)
+                    out.flush()
+    finally:
         progress.close()
-        if echo:
+        if not show.as_json and stream.partial_result.text:
             out.write("\n")
             out.flush()
+    result = stream.result
+    if show.as_json:
+        click.echo(json.dumps(batch.record(result), ensure_ascii=False))
+    show.costs(batch.llm, result)
+    return result
 
 
-def describe(llm: LLM) -> str:
-    from xinfer_vk.engine.metrics import format_bytes, format_seconds
+def run_batch(batch: Batch, show: Shown, output: str | None) -> bool:
+    """All prompts at once; whether it was interrupted. Each result is printed, or written, as it ends."""
+    writer = OrderedWriter(output) if output is not None else None
+    stop, interrupted = threading.Event(), False
+    as_json = show.as_json or writer is not None
 
-    return (
-        f"model: {llm.name} ({llm.config.architecture}, {format_bytes(llm.weight_bytes)} of weights)\n"
-        f"device: {llm.runtime.profile.name}\n"
-        f"loaded in {format_seconds(llm.load_s)}"
-    )
+    def finished(result: GenerationResult) -> None:
+        nonlocal interrupted
+        interrupted |= result.finish_reason == "interrupted"
+        if writer is not None:
+            writer.write(result.prompt * batch.samples + result.sample, batch.record(result))
+        if writer is None and as_json:
+            click.echo(json.dumps(batch.record(result), ensure_ascii=False))
+        elif writer is None:
+            sample = f", sample {result.sample + 1}" if batch.samples > 1 else ""
+            click.echo(f"==> {batch.lines[result.prompt].where}{sample} <==\n{result.text}\n")
+        show.costs(batch.llm, result)
 
-
-def describe_run(llm: LLM, result: GenerationResult) -> str:
-    from xinfer_vk.cache import KV_BYTES
-    from xinfer_vk.engine.metrics import format_bytes, format_seconds
-
-    m, c = result.metrics, llm.config
-    return (
-        f"KV cache: {format_bytes(m.kv_bytes)} = 2 · {c.layers} layers · {llm.capacity} tokens · "
-        f"{c.kv_heads} KV heads · {c.head_dim} head dim · {KV_BYTES[llm.kv_dtype]} bytes\n"
-        f"TTFT: {format_seconds(m.ttft_s)}; {m.dispatches_per_token} dispatches and "
-        f"{m.bytes_read_per_token:.0f} bytes read back per token; peak memory "
-        f"{format_bytes(m.peak_host_bytes)} host, {format_bytes(m.device_bytes)} device"
-    )
-
-
-def as_record(llm: LLM, result: GenerationResult) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    return {
-        "model": llm.name,
-        "device": llm.runtime.profile.name,
-        "driver": llm.runtime.driver,
-        "dtype": llm.dtype,
-        "kv_dtype": llm.kv_dtype,
-        "context": llm.capacity,
-        "text": result.text,
-        "token_ids": list(result.token_ids),
-        "prompt_tokens": len(result.prompt_token_ids),
-        "finish_reason": result.finish_reason,
-        "metrics": result.metrics.as_dict(),
-    }
+    try:
+        with interruptible(stop.set):
+            batch.llm.batch(
+                batch.ids,
+                batch.params,
+                n=batch.samples,
+                prompt_logprobs=batch.prompt_logprobs,
+                stop_event=stop,
+                on_result=finished,
+            )
+    finally:
+        if writer is not None:
+            writer.close()
+    return interrupted

@@ -87,6 +87,7 @@ class LLM:
             self.instruct = is_instruct(source)
             self.eos_ids = eos_ids(source, self.tokenizer)
             self.dtype = main_format(source)
+            self.generation_config = source.generation_config
             self.runtime: Runtime = open_runtime(device)
             try:
                 planner = WeightPlanner(source, self.runtime.profile)
@@ -109,6 +110,11 @@ class LLM:
     def capacity(self) -> int:
         """Tokens the KV cache holds now; 0 before the first call."""
         return self._runner.cache.capacity if self._runner else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that the KV cache has room for, of all sequences together; 0 before the first call."""
+        return self._runner.cache.allocator.count * BLOCK_TOKENS if self._runner else 0
 
     # -- prompts ------------------------------------------------------------------------------
 
