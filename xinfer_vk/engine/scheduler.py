@@ -21,6 +21,7 @@ from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.sampling import reference
 from xinfer_vk.sampling.device import RowParams
 from xinfer_vk.sampling.logprobs import TokenLogprobs, logprobs_of
+from xinfer_vk.sampling.params import SamplingParams
 
 Sampler = Literal["device", "cpu"]
 
@@ -197,7 +198,7 @@ class Scheduler:
     def _run_prompt_logprobs(self, generation: Generation, chunk: Chunk) -> None:
         """Prompt tokens whose log-probabilities are wanted: each row's target is the token after it."""
         ids, at, count = generation.prompt_ids, generation.fed, len(chunk.token_ids)
-        params = generation.params.replace(logprobs=generation.params.logprobs or 0)
+        params = SamplingParams(logprobs=generation.params.logprobs or 0)
         targets = ids[at + 1 : at + 1 + count]
         if self.sampler == "cpu":
             logits = self.runner.run([chunk], "logits")

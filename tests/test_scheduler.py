@@ -1,0 +1,246 @@
+"""The generation loop: batches, samples of one prompt, stops, interruption, what is read back.
+
+Tiny models with random weights, whose text means nothing; a tokenizer of the fixtures makes it text. The
+NumPy runtime runs them where the device does not matter.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_files import tiny_config, write_hf_model
+
+from xinfer_vk import LLM
+from xinfer_vk.errors import NumericError, UsageError
+from xinfer_vk.sampling.params import SamplingParams
+
+TOKENIZER = Path(__file__).parent / "fixtures" / "text" / "qwen2"
+PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 33, [100]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_hf_model(path, tiny_config("qwen2"), seed=3)
+    for file in TOKENIZER.iterdir():
+        shutil.copy(file, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, device="numpy", kv_dtype="f32") as opened:
+        yield opened
+
+
+def test_each_prompt_of_a_batch_gives_what_it_gives_alone(llm: LLM) -> None:
+    together = llm.batch(PROMPTS, max_new_tokens=9, ignore_eos=True)
+    for prompt, result in zip(PROMPTS, together):
+        assert result.token_ids == llm.generate(prompt, max_new_tokens=9, ignore_eos=True).token_ids
+
+
+def test_a_batch_on_a_device_gives_what_it_gives_alone(device: Any, folder: Path) -> None:
+    with LLM(folder, device=str(device.index), kv_dtype="f32", context=96) as llm:
+        together = llm.batch(PROMPTS, max_new_tokens=5, ignore_eos=True)
+        sampled = llm.batch(PROMPTS, max_new_tokens=5, ignore_eos=True, temperature=1.0, top_k=20, seed=11)
+        for prompt, result, drawn in zip(PROMPTS, together, sampled):
+            assert result.token_ids == llm.generate(prompt, max_new_tokens=5, ignore_eos=True).token_ids
+            alone = llm.generate(
+                prompt, max_new_tokens=5, ignore_eos=True, temperature=1.0, top_k=20, seed=11
+            )
+            assert drawn.token_ids == alone.token_ids
+
+
+def test_more_prompts_than_rows_are_all_run_in_their_order(llm: LLM) -> None:
+    prompts = [[i + 10, i + 11] for i in range(40)]
+    ended: list[int] = []
+    results = llm.batch(
+        prompts, max_new_tokens=3, ignore_eos=True, on_result=lambda r: ended.append(r.prompt)
+    )
+    assert [list(r.prompt_token_ids) for r in results] == prompts
+    assert sorted(ended) == list(range(40))
+
+
+def test_samples_of_a_prompt_share_its_blocks_and_differ(llm: LLM) -> None:
+    prompt = list(range(20, 120))  # three full blocks and a part
+    results = llm.batch([prompt], n=4, max_new_tokens=12, ignore_eos=True, temperature=1.5, seed=5)
+    assert len({r.token_ids for r in results}) == 4
+    again = llm.batch([prompt], n=4, max_new_tokens=12, ignore_eos=True, temperature=1.5, seed=5)
+    assert [r.token_ids for r in again] == [r.token_ids for r in results]
+    alone = llm.generate(prompt, max_new_tokens=12, ignore_eos=True, temperature=1.5, seed=5)
+    assert alone.token_ids == results[0].token_ids
+    prompt_steps = [r.metrics.prefill_s for r in results]
+    assert all(s > 0 for s in prompt_steps)
+
+
+def test_shared_blocks_are_counted_and_given_back(llm: LLM) -> None:
+    runner = llm._runner_for(160, 3, 480)
+    cache = runner.cache
+    before = cache.allocator.free_blocks
+    parent = cache.open()
+    cache.reserve(parent, 100)
+    parent.length = 100
+    child = cache.fork(parent, 99)
+    assert child.blocks == parent.blocks[:3]
+    assert child.length == 96
+    cache.close(parent)
+    assert cache.allocator.free_blocks == before - 3
+    cache.close(child)
+    assert cache.allocator.free_blocks == before
+
+
+def test_the_cpu_sampler_chooses_as_the_device_does(device: Any, folder: Path) -> None:
+    fields: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "temperature": 0.9,
+        "top_k": 30,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.1,
+        "logit_bias": {7: 2.0},
+        "min_new_tokens": 3,
+        "logprobs": 3,
+        "seed": 9,
+    }
+    with LLM(folder, device=str(device.index), kv_dtype="f32", context=96) as llm:
+        on_device = llm.generate(PROMPTS[1], prompt_logprobs=True, **fields)
+        llm.sampler = "cpu"
+        on_cpu = llm.generate(PROMPTS[1], prompt_logprobs=True, **fields)
+    assert on_device.token_ids == on_cpu.token_ids
+    assert on_device.metrics.bytes_read_per_token < 2000 < on_cpu.metrics.bytes_read_per_token * 2
+    for a, b in ((on_device.logprobs, on_cpu.logprobs), (on_device.prompt_logprobs, on_cpu.prompt_logprobs)):
+        assert a is not None and b is not None and len(a) == len(b)
+        for x, y in zip(a, b):
+            assert x.token == y.token
+            assert x.logprob == pytest.approx(y.logprob, abs=1e-4)
+
+
+def test_prompt_logprobs_are_those_of_the_logits(llm: LLM) -> None:
+    prompt = PROMPTS[1]
+    result = llm.generate(prompt, max_new_tokens=1, logprobs=0, prompt_logprobs=True)
+    logits = llm.logits(prompt).astype(np.float64)
+    want = (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == len(prompt) - 1
+    for i, entry in enumerate(result.prompt_logprobs):
+        assert entry.token == prompt[i + 1]
+        assert entry.logprob == pytest.approx(want[i, prompt[i + 1]], abs=1e-5)
+
+
+def test_sampling_reads_four_bytes_a_token_back(llm: LLM) -> None:
+    result = llm.generate([5], max_new_tokens=8, ignore_eos=True, temperature=1.0, top_p=0.9, seed=1)
+    assert result.metrics.bytes_read_per_token == 4
+
+
+def test_a_stop_token_ends_the_text_and_is_not_in_it(llm: LLM) -> None:
+    free = llm.generate([5, 6], max_new_tokens=8, ignore_eos=True)
+    stop = free.token_ids[3]
+    first = free.token_ids.index(stop)
+    stopped = llm.generate([5, 6], max_new_tokens=8, ignore_eos=True, stop_token_ids=[stop])
+    assert stopped.token_ids == free.token_ids[:first]
+    assert (stopped.finish_reason, stopped.stop) == ("stop", stop)
+
+
+def test_text_ends_before_a_stop_string_that_tokens_cut_in_two(llm: LLM) -> None:
+    free = llm.generate([5, 6], max_new_tokens=12, ignore_eos=True)
+    stop = free.text[3:6]
+    assert len(stop) == 3
+    streamed = "".join(stream := llm.stream([5, 6], max_new_tokens=12, ignore_eos=True, stop=[stop]))
+    assert streamed == free.text[: free.text.index(stop)]
+    assert stream.result.text == streamed
+    assert (stream.result.finish_reason, stream.result.stop) == ("stop", stop)
+
+
+def test_a_banned_word_never_comes(llm: LLM) -> None:
+    free = llm.generate([5, 6], max_new_tokens=8, ignore_eos=True)
+    pair = free.token_ids[1:3]
+    got = llm.generate([5, 6], max_new_tokens=8, ignore_eos=True, bad_words=[pair])
+    assert pair not in list(zip(got.token_ids, got.token_ids[1:]))
+    assert got.token_ids[:2] == free.token_ids[:2]
+
+
+def test_an_event_from_another_thread_ends_within_a_step(llm: LLM) -> None:
+    event = threading.Event()
+    stream = llm.stream([5, 6], max_new_tokens=200, ignore_eos=True, stop_event=event)
+    next(stream)
+    threading.Thread(target=event.set).start()
+    event.wait()
+    made = len(stream.partial_result.token_ids)
+    result = stream.result
+    assert result.finish_reason == "interrupted"
+    assert len(result.token_ids) <= made + 1
+
+
+def test_an_interrupted_batch_keeps_what_there_is(llm: LLM) -> None:
+    event = threading.Event()
+    results = llm.batch(
+        [[5], [6]], [SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=200)], ignore_eos=True,
+        stop_event=event, on_result=lambda r: event.set(),
+    )  # fmt: skip
+    assert [r.finish_reason for r in results] == ["length", "interrupted"]
+    assert len(results[1].token_ids) >= 2
+
+
+def test_blocks_come_back_when_a_stream_is_dropped(llm: LLM) -> None:
+    stream = llm.stream([5, 6], max_new_tokens=20, ignore_eos=True)
+    next(stream)
+    stream._iterator.close()
+    cache = llm._runner_for(22).cache
+    assert cache.allocator.free_blocks == cache.allocator.count
+
+
+def test_two_streams_take_turns_or_are_refused(llm: LLM) -> None:
+    first = llm.stream([5, 6], max_new_tokens=20, ignore_eos=True)
+    next(first)
+    with pytest.raises(UsageError, match="another generation is under way"):
+        llm.batch([[5]] * 60, max_new_tokens=600)
+    assert len(first.result.token_ids) == 20
+
+
+def test_nan_logits_are_an_error_that_names_the_step(folder: Path) -> None:
+    with LLM(folder, device="numpy", kv_dtype="f32") as llm:
+        part = llm.weights.embed.parts[0]
+        llm.runtime.write(part.buffer, part.offset, np.full(8, np.nan, np.float32).view(np.uint32))
+        for fields in ({}, {"temperature": 1.0}):
+            with pytest.raises(NumericError, match=r"step \d+: the logits for position \d+ hold NaN"):
+                llm.generate([0, 1], **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperatur": 1.0}, "temperatur"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"stop_token_ids": [10**6]}, "1000000"),
+        ({"logit_bias": {320: 1.0}}, "320"),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(llm: LLM, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.generate([5], **fields)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "empty"), ("", "empty"), ([320], "token id 320"), ([-1], "-1")]
+)
+def test_a_bad_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.generate(prompt)
+
+
+def test_max_new_tokens_is_cut_to_the_context(folder: Path) -> None:
+    with LLM(folder, device="numpy", context=40) as llm:
+        assert len(llm.generate([5] * 30, max_new_tokens=100, ignore_eos=True).token_ids) == 10
+        with pytest.raises(UsageError, match="40 tokens, longer than the context of 40"):
+            llm.generate([5] * 40)
