@@ -44,18 +44,18 @@ typedef struct {
 
 /* ------------------------------------------------------------------------------------ the state -- */
 
-/* Every device function we call. X(name) -> a pointer `name` in Device, fetched as vk<name>. */
-#define NEXT_FUNCTIONS(X)                                                                              \
-    X(DestroyDevice) X(AllocateMemory) X(FreeMemory) X(MapMemory)                       \
-    X(FlushMappedMemoryRanges) X(CreateBuffer) X(DestroyBuffer) X(GetBufferMemoryRequirements)         \
-    X(BindBufferMemory) X(CreateDescriptorPool) X(CreateDescriptorSetLayout) X(AllocateDescriptorSets) \
-    X(UpdateDescriptorSets) X(CreateShaderModule) X(CreatePipelineLayout) X(CreatePipelineCache)       \
-    X(DestroyDescriptorPool) X(DestroyDescriptorSetLayout) X(DestroyShaderModule) X(DestroyPipelineLayout) \
-    X(DestroyPipelineCache) X(GetPipelineCacheData) X(CreateComputePipelines) X(CreateCommandPool)     \
-    X(DestroyCommandPool) X(AllocateCommandBuffers) X(FreeCommandBuffers) X(BeginCommandBuffer)        \
-    X(EndCommandBuffer) X(CmdPipelineBarrier) X(CmdDispatch) X(CmdCopyBuffer) X(CmdResetQueryPool)     \
-    X(CmdWriteTimestamp) X(CreateQueryPool) X(DestroyQueryPool) X(GetQueryPoolResults) X(CreateFence)  \
-    X(QueueSubmit) X(WaitForFences)
+/* Every device function we call: X(Name) makes a pointer `Name` in Device, fetched as vkName. */
+#define NEXT_FUNCTIONS(X)                                                                                \
+    X(DestroyDevice) X(QueueSubmit) X(WaitForFences) X(CreateFence) X(AllocateMemory) X(FreeMemory)      \
+    X(MapMemory) X(FlushMappedMemoryRanges) X(CreateBuffer) X(DestroyBuffer)                             \
+    X(GetBufferMemoryRequirements) X(BindBufferMemory) X(CreateDescriptorPool) X(DestroyDescriptorPool)  \
+    X(CreateDescriptorSetLayout) X(DestroyDescriptorSetLayout) X(AllocateDescriptorSets)                 \
+    X(UpdateDescriptorSets) X(CreateShaderModule) X(DestroyShaderModule) X(CreatePipelineLayout)         \
+    X(DestroyPipelineLayout) X(CreatePipelineCache) X(DestroyPipelineCache) X(GetPipelineCacheData)      \
+    X(CreateComputePipelines) X(CreateCommandPool) X(DestroyCommandPool) X(AllocateCommandBuffers)       \
+    X(FreeCommandBuffers) X(BeginCommandBuffer) X(EndCommandBuffer) X(CmdPipelineBarrier) X(CmdDispatch) \
+    X(CmdCopyBuffer) X(CreateQueryPool) X(DestroyQueryPool) X(CmdResetQueryPool) X(CmdWriteTimestamp)    \
+    X(GetQueryPoolResults)
 
 typedef struct {
     VkInstance handle;
@@ -74,19 +74,19 @@ typedef struct Recording {
     struct Recording *next;
     VkCommandBuffer commands;
     VkCommandPool pool;
-    uint64_t id;           /* names the recording to Python; 0 before it has begun */
-    uint64_t dispatches;   /* recorded since vkBeginCommandBuffer */
+    uint64_t id;         /* names the recording to Python; 0 before it has begun */
+    uint64_t dispatches; /* recorded since vkBeginCommandBuffer */
     uint64_t barriers;
-    bool transfers;        /* a copy has been recorded */
-    VkQueryPool queries;   /* null unless timed: query 0 at the start, query i after dispatch i */
+    bool transfers;      /* a copy has been recorded */
+    VkQueryPool queries; /* null unless timed: query 0 at the start, query i after dispatch i */
     uint32_t query_count, queries_written;
 } Recording;
 
 /* The first failure since Python last looked. Mirrored by layer.py. */
 typedef struct {
-    int32_t result;    /* a VkResult, 0 if none */
+    int32_t result; /* a VkResult, 0 if none */
     uint32_t reserved;
-    uint64_t size;     /* bytes, where the call was about memory */
+    uint64_t size;  /* bytes, where the call was about memory */
     char function[48];
 } Failure;
 
@@ -118,15 +118,17 @@ typedef struct {
     Failure failure;
     Counters counters;
     Allocation *allocations;
-    VkBuffer bound_buffer;    /* what was bound last, and to what */
+    VkBuffer bound_buffer; /* what was bound last, and to what */
     VkDeviceMemory bound_memory;
     Unfinished unfinished;
     Recording *recordings;
     uint64_t recording_count; /* recordings ever begun: the newest one's id */
     VkPipelineCache cache;    /* null until Python opens it */
-    bool barriers_off;        /* by Python, to show that validation sees their lack */
-    bool next_is_independent; /* by Python, for the next dispatch only */
-    uint32_t next_query_count; /* by Python, for the next command buffer only */
+
+    /* Set by Python */
+    bool barriers_off;         /* to show that validation sees their lack */
+    bool next_is_independent;  /* for the next dispatch only */
+    uint32_t next_query_count; /* for the next command buffer only */
 } Device;
 
 enum { MAX_INSTANCES = 64, MAX_DEVICES = 64, MAX_INJECTIONS = 16 };
@@ -134,8 +136,8 @@ enum { MAX_INSTANCES = 64, MAX_DEVICES = 64, MAX_INJECTIONS = 16 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Instance instances[MAX_INSTANCES];
 static Device *devices[MAX_DEVICES];
-static uint64_t device_count;                     /* devices ever made */
-static _Thread_local uint64_t newest_device;      /* the id of the last one this thread made */
+static uint64_t device_count;                /* devices ever made */
+static _Thread_local uint64_t newest_device; /* the id of the last one this thread made */
 
 /* The loader stores a pointer to its dispatch table at the start of each dispatchable object; an
  * instance shares it with its physical devices, a device with its queues and command buffers. */
@@ -255,10 +257,11 @@ static VKAPI_ATTR void VKAPI_CALL DestroyInstance(VkInstance handle, const VkAll
     Instance *instance = handle ? instance_of(handle) : NULL;
     if (!instance)
         return;
-    instance->DestroyInstance(handle, allocator);
+    PFN_vkDestroyInstance destroy = instance->DestroyInstance;
     pthread_mutex_lock(&lock);
-    instance->handle = VK_NULL_HANDLE;
+    instance->handle = VK_NULL_HANDLE; /* first: a look-up reads the memory behind every handle */
     pthread_mutex_unlock(&lock);
+    destroy(handle, allocator);
 }
 
 /* The bits of Device.features, in the order of layer.py's names. */
@@ -302,9 +305,11 @@ static bool offered(const VkExtensionProperties *available, uint32_t count, cons
 
 /* Fills `f` with what the device supports of our list, ready to be chained into VkDeviceCreateInfo,
  * and `wanted` with the extensions this takes. Returns the FEATURE_* bits. */
-static uint32_t supported_features(Instance *instance, VkPhysicalDevice physical, Features *f, Extensions *wanted)
+static uint32_t supported_features(
+    Instance *instance, VkPhysicalDevice physical, Features *f, Extensions *wanted)
 {
-#define INSTANCE_FUNCTION(name) PFN_vk##name name = (PFN_vk##name)instance->GetInstanceProcAddr(instance->handle, "vk" #name)
+#define INSTANCE_FUNCTION(name) \
+    PFN_vk##name name = (PFN_vk##name)instance->GetInstanceProcAddr(instance->handle, "vk" #name)
     INSTANCE_FUNCTION(EnumerateDeviceExtensionProperties);
     INSTANCE_FUNCTION(GetPhysicalDeviceFeatures2);
     memset(f, 0, sizeof *f);
@@ -321,16 +326,16 @@ static uint32_t supported_features(Instance *instance, VkPhysicalDevice physical
         count = 0;
 
     void **tail = &f->core.pNext;
-#define CHAIN(member, type)                            \
-    do {                                               \
+#define CHAIN(member, type)                                         \
+    do {                                                            \
         f->member.sType = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_##type; \
-        *tail = &f->member;                            \
-        tail = (void **)&f->member.pNext;              \
+        *tail = &f->member;                                         \
+        tail = (void **)&f->member.pNext;                           \
     } while (0)
-#define CHAIN_IF(member, type, extension)                  \
-    if (offered(available, count, extension)) {            \
-        CHAIN(member, type);                               \
-        wanted->names[wanted->count++] = extension;        \
+#define CHAIN_IF(member, type, extension)           \
+    if (offered(available, count, extension)) {     \
+        CHAIN(member, type);                        \
+        wanted->names[wanted->count++] = extension; \
     }
     CHAIN(storage16, 16BIT_STORAGE_FEATURES); /* core since 1.1, which kp asks for */
     CHAIN_IF(storage8, 8BIT_STORAGE_FEATURES_KHR, VK_KHR_8BIT_STORAGE_EXTENSION_NAME)
@@ -361,8 +366,10 @@ static uint32_t supported_features(Instance *instance, VkPhysicalDevice physical
     bits |= f->arithmetic.shaderInt8 ? FEATURE_INT8 : 0;
     bits |= int16 ? FEATURE_INT16 : 0;
     bits |= f->dot.shaderIntegerDotProduct ? FEATURE_INTEGER_DOT_PRODUCT : 0;
-    bits |= f->matrix.cooperativeMatrix && f->memory_model.vulkanMemoryModel ? FEATURE_COOPERATIVE_MATRIX : 0;
-    bits |= f->subgroup.subgroupSizeControl && f->subgroup.computeFullSubgroups ? FEATURE_SUBGROUP_SIZE_CONTROL : 0;
+    if (f->matrix.cooperativeMatrix && f->memory_model.vulkanMemoryModel)
+        bits |= FEATURE_COOPERATIVE_MATRIX;
+    if (f->subgroup.subgroupSizeControl && f->subgroup.computeFullSubgroups)
+        bits |= FEATURE_SUBGROUP_SIZE_CONTROL;
     return bits;
 }
 
@@ -387,7 +394,8 @@ static void forget_recording(Device *d, Recording **at)
 }
 
 static VKAPI_ATTR VkResult VKAPI_CALL CreateDevice(
-    VkPhysicalDevice physical, const VkDeviceCreateInfo *info, const VkAllocationCallbacks *allocator, VkDevice *out)
+    VkPhysicalDevice physical, const VkDeviceCreateInfo *info, const VkAllocationCallbacks *allocator,
+    VkDevice *out)
 {
     Instance *instance = instance_of(physical);
     VkLayerDeviceCreateInfo *link = (VkLayerDeviceCreateInfo *)info->pNext;
@@ -522,7 +530,8 @@ static VKAPI_ATTR void VKAPI_CALL GetBufferMemoryRequirements(
 }
 
 static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
-    VkDevice handle, const VkMemoryAllocateInfo *info, const VkAllocationCallbacks *allocator, VkDeviceMemory *out)
+    VkDevice handle, const VkMemoryAllocateInfo *info, const VkAllocationCallbacks *allocator,
+    VkDeviceMemory *out)
 {
     Device *d = device_of(handle);
     *out = VK_NULL_HANDLE;
@@ -575,7 +584,8 @@ static VKAPI_ATTR VkResult VKAPI_CALL BindBufferMemory(
     VkDevice handle, VkBuffer buffer, VkDeviceMemory memory, VkDeviceSize offset)
 {
     Device *d = device_of(handle);
-    VkResult result = memory ? d->BindBufferMemory(handle, buffer, memory, offset) : VK_ERROR_OUT_OF_DEVICE_MEMORY;
+    VkResult result =
+        memory ? d->BindBufferMemory(handle, buffer, memory, offset) : VK_ERROR_OUT_OF_DEVICE_MEMORY;
     if (keep(d, "vkBindBufferMemory", 0, result) != VK_SUCCESS)
         return abandon_tensor(d, buffer, memory, result);
     d->bound_buffer = buffer;
@@ -584,7 +594,8 @@ static VKAPI_ATTR VkResult VKAPI_CALL BindBufferMemory(
 }
 
 static VKAPI_ATTR VkResult VKAPI_CALL MapMemory(
-    VkDevice handle, VkDeviceMemory memory, VkDeviceSize offset, VkDeviceSize size, VkMemoryMapFlags flags, void **out)
+    VkDevice handle, VkDeviceMemory memory, VkDeviceSize offset, VkDeviceSize size, VkMemoryMapFlags flags,
+    void **out)
 {
     Device *d = device_of(handle);
     VkResult result = refused(d, "vkMapMemory", size);
@@ -605,27 +616,28 @@ static VKAPI_ATTR VkResult VKAPI_CALL FlushMappedMemoryRanges(
     return device_of(handle)->FlushMappedMemoryRanges(handle, count, ranges);
 }
 
-/* ----------------------------------------------- objects that kp creates without looking at the result -- */
+/* -------------------------------------------- objects that kp creates without looking at the result -- */
 
-#define CREATE(Name, Info, Handle, remember)                                                                   \
-    static VKAPI_ATTR VkResult VKAPI_CALL Name(                                                                \
-        VkDevice handle, const Info *info, const VkAllocationCallbacks *allocator, Handle *out)                \
-    {                                                                                                          \
-        Device *d = device_of(handle);                                                                         \
-        *out = VK_NULL_HANDLE;                                                                                 \
-        VkResult result = refused(d, "vk" #Name, 0);                                                           \
-        if (result == VK_SUCCESS)                                                                              \
-            result = keep(d, "vk" #Name, 0, d->Name(handle, info, allocator, out));                            \
-        remember;                                                                                              \
-        return result;                                                                                         \
+#define CREATE(Name, remember)                                                                        \
+    static VKAPI_ATTR VkResult VKAPI_CALL Create##Name(                                               \
+        VkDevice handle, const Vk##Name##CreateInfo *info, const VkAllocationCallbacks *allocator,    \
+        Vk##Name *out)                                                                                \
+    {                                                                                                 \
+        Device *d = device_of(handle);                                                                \
+        *out = VK_NULL_HANDLE;                                                                        \
+        VkResult result = refused(d, "vkCreate" #Name, 0);                                            \
+        if (result == VK_SUCCESS)                                                                     \
+            result = keep(d, "vkCreate" #Name, 0, d->Create##Name(handle, info, allocator, out));     \
+        remember;                                                                                     \
+        return result;                                                                                \
     }
-CREATE(CreateDescriptorPool, VkDescriptorPoolCreateInfo, VkDescriptorPool, d->unfinished.pool = *out)
-CREATE(CreateDescriptorSetLayout, VkDescriptorSetLayoutCreateInfo, VkDescriptorSetLayout, d->unfinished.set_layout = *out)
-CREATE(CreateShaderModule, VkShaderModuleCreateInfo, VkShaderModule, d->unfinished.shader = *out)
-CREATE(CreatePipelineLayout, VkPipelineLayoutCreateInfo, VkPipelineLayout, d->unfinished.layout = *out)
-CREATE(CreatePipelineCache, VkPipelineCacheCreateInfo, VkPipelineCache, d->unfinished.cache = *out)
-CREATE(CreateCommandPool, VkCommandPoolCreateInfo, VkCommandPool, (void)0)
-CREATE(CreateFence, VkFenceCreateInfo, VkFence, (void)0)
+CREATE(DescriptorPool, d->unfinished.pool = *out)
+CREATE(DescriptorSetLayout, d->unfinished.set_layout = *out)
+CREATE(ShaderModule, d->unfinished.shader = *out)
+CREATE(PipelineLayout, d->unfinished.layout = *out)
+CREATE(PipelineCache, d->unfinished.cache = *out)
+CREATE(CommandPool, (void)0)
+CREATE(Fence, (void)0)
 
 static VKAPI_ATTR VkResult VKAPI_CALL AllocateDescriptorSets(
     VkDevice handle, const VkDescriptorSetAllocateInfo *info, VkDescriptorSet *out)
@@ -634,11 +646,14 @@ static VKAPI_ATTR VkResult VKAPI_CALL AllocateDescriptorSets(
     for (uint32_t i = 0; i < info->descriptorSetCount; i++)
         out[i] = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkAllocateDescriptorSets", 0);
-    return result ? result : keep(d, "vkAllocateDescriptorSets", 0, d->AllocateDescriptorSets(handle, info, out));
+    if (result == VK_SUCCESS)
+        result = keep(d, "vkAllocateDescriptorSets", 0, d->AllocateDescriptorSets(handle, info, out));
+    return result;
 }
 
 static VKAPI_ATTR void VKAPI_CALL UpdateDescriptorSets(
-    VkDevice handle, uint32_t writes, const VkWriteDescriptorSet *write, uint32_t copies, const VkCopyDescriptorSet *copy)
+    VkDevice handle, uint32_t writes, const VkWriteDescriptorSet *write, uint32_t copies,
+    const VkCopyDescriptorSet *copy)
 {
     for (uint32_t i = 0; i < writes; i++)
         if (!write[i].dstSet)
@@ -689,25 +704,6 @@ static VKAPI_ATTR void VKAPI_CALL DestroyCommandPool(
             at = &(*at)->next;
 }
 
-static VKAPI_ATTR VkResult VKAPI_CALL AllocateCommandBuffers(
-    VkDevice handle, const VkCommandBufferAllocateInfo *info, VkCommandBuffer *out)
-{
-    Device *d = device_of(handle);
-    for (uint32_t i = 0; i < info->commandBufferCount; i++)
-        out[i] = VK_NULL_HANDLE;
-    VkResult result = refused(d, "vkAllocateCommandBuffers", 0);
-    if (result == VK_SUCCESS)
-        result = keep(d, "vkAllocateCommandBuffers", 0, d->AllocateCommandBuffers(handle, info, out));
-    for (uint32_t i = 0; result == VK_SUCCESS && i < info->commandBufferCount; i++) {
-        Recording *r = calloc(1, sizeof *r);
-        if (!r)
-            break; /* it will go without barriers being counted: see recording_of */
-        *r = (Recording){.next = d->recordings, .commands = out[i], .pool = info->commandPool};
-        d->recordings = r;
-    }
-    return result;
-}
-
 static VKAPI_ATTR void VKAPI_CALL FreeCommandBuffers(
     VkDevice handle, VkCommandPool pool, uint32_t count, const VkCommandBuffer *buffers)
 {
@@ -723,21 +719,54 @@ static VKAPI_ATTR void VKAPI_CALL FreeCommandBuffers(
             }
 }
 
-/* The recording of a command buffer, moved to the front of the list: the next command is its too. */
-static Recording *recording_of(Device *d, VkCommandBuffer commands)
+static VKAPI_ATTR VkResult VKAPI_CALL AllocateCommandBuffers(
+    VkDevice handle, const VkCommandBufferAllocateInfo *info, VkCommandBuffer *out)
 {
-    static Recording unknown; /* where calloc failed: counts go astray, barriers do not */
-    for (Recording **at = &d->recordings; *at; at = &(*at)->next)
-        if ((*at)->commands == commands) {
-            Recording *r = *at;
-            *at = r->next;
-            r->next = d->recordings;
-            return d->recordings = r;
+    Device *d = device_of(handle);
+    for (uint32_t i = 0; i < info->commandBufferCount; i++)
+        out[i] = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkAllocateCommandBuffers", 0);
+    if (result == VK_SUCCESS)
+        result = keep(d, "vkAllocateCommandBuffers", 0, d->AllocateCommandBuffers(handle, info, out));
+    for (uint32_t i = 0; result == VK_SUCCESS && i < info->commandBufferCount; i++) {
+        Recording *r = calloc(1, sizeof *r);
+        if (r) {
+            *r = (Recording){.next = d->recordings, .commands = out[i], .pool = info->commandPool};
+            d->recordings = r;
+        } else {
+            result = keep(d, "vkAllocateCommandBuffers", sizeof *r, VK_ERROR_OUT_OF_HOST_MEMORY);
+            FreeCommandBuffers(handle, info->commandPool, info->commandBufferCount, out);
+            for (uint32_t j = 0; j < info->commandBufferCount; j++)
+                out[j] = VK_NULL_HANDLE;
         }
-    return &unknown;
+    }
+    return result;
 }
 
-static VKAPI_ATTR VkResult VKAPI_CALL BeginCommandBuffer(VkCommandBuffer commands, const VkCommandBufferBeginInfo *info)
+/* The recording of a command buffer (each has one), moved to the front of the list: the next command is
+ * most likely its too. */
+static Recording *recording_of(Device *d, VkCommandBuffer commands)
+{
+    Recording **at = &d->recordings;
+    while ((*at)->commands != commands)
+        at = &(*at)->next;
+    Recording *r = *at;
+    *at = r->next;
+    r->next = d->recordings;
+    d->recordings = r;
+    return r;
+}
+
+/* When all that was recorded so far has been done; nothing unless the recording is timed. */
+static void timestamp(Device *d, Recording *r, VkCommandBuffer commands)
+{
+    if (r->queries_written < r->query_count)
+        d->CmdWriteTimestamp(
+            commands, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, r->queries, r->queries_written++);
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL BeginCommandBuffer(
+    VkCommandBuffer commands, const VkCommandBufferBeginInfo *info)
 {
     Device *d = device_of(commands);
     Recording *r = recording_of(d, commands);
@@ -753,18 +782,22 @@ static VKAPI_ATTR VkResult VKAPI_CALL BeginCommandBuffer(VkCommandBuffer command
     d->DestroyQueryPool(d->handle, r->queries, NULL);
     r->queries = VK_NULL_HANDLE;
     r->query_count = r->queries_written = 0;
-    if (queries && result == VK_SUCCESS) {
-        VkQueryPoolCreateInfo pool = {
-            .sType = VK_STRUCTURE_TYPE_QUERY_POOL_CREATE_INFO, .queryType = VK_QUERY_TYPE_TIMESTAMP, .queryCount = queries};
-        if (keep(d, "vkCreateQueryPool", 0, d->CreateQueryPool(d->handle, &pool, NULL, &r->queries)) == VK_SUCCESS) {
-            r->query_count = queries;
-            d->CmdResetQueryPool(commands, r->queries, 0, queries);
-            d->CmdWriteTimestamp(commands, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, r->queries, r->queries_written++);
-        } else {
-            r->queries = VK_NULL_HANDLE;
-        }
+    if (!queries || result != VK_SUCCESS)
+        return result;
+    VkQueryPoolCreateInfo pool = {
+        .sType = VK_STRUCTURE_TYPE_QUERY_POOL_CREATE_INFO,
+        .queryType = VK_QUERY_TYPE_TIMESTAMP,
+        .queryCount = queries,
+    };
+    result = keep(d, "vkCreateQueryPool", 0, d->CreateQueryPool(d->handle, &pool, NULL, &r->queries));
+    if (result != VK_SUCCESS) {
+        r->queries = VK_NULL_HANDLE; /* the failure is kept; recording goes on untimed */
+        return VK_SUCCESS;
     }
-    return result;
+    r->query_count = queries;
+    d->CmdResetQueryPool(commands, r->queries, 0, queries);
+    timestamp(d, r, commands);
+    return VK_SUCCESS;
 }
 
 /* The barrier rule. Before each command that touches memory goes one global memory barrier: everything
@@ -772,7 +805,8 @@ static VKAPI_ATTR VkResult VKAPI_CALL BeginCommandBuffer(VkCommandBuffer command
  * the queue, is made available and visible to it, and it waits for everything that read what it may
  * overwrite. What the host wrote needs no mention: vkQueueSubmit itself orders it before all commands
  * (section 7.9). Each access flag has its stage in the same mask. */
-static void barrier(Device *d, Recording *r, VkCommandBuffer commands, VkPipelineStageFlags to, VkAccessFlags access)
+static void barrier(
+    Device *d, Recording *r, VkCommandBuffer commands, VkPipelineStageFlags to, VkAccessFlags access)
 {
     if (d->barriers_off)
         return;
@@ -790,17 +824,19 @@ static void barrier(Device *d, Recording *r, VkCommandBuffer commands, VkPipelin
 /* Drops the barrier that kp records for each tensor of a dispatch; any other one passes. */
 static VKAPI_ATTR void VKAPI_CALL CmdPipelineBarrier(
     VkCommandBuffer commands, VkPipelineStageFlags from, VkPipelineStageFlags to, VkDependencyFlags flags,
-    uint32_t memory_count, const VkMemoryBarrier *memory, uint32_t buffer_count, const VkBufferMemoryBarrier *buffers,
-    uint32_t image_count, const VkImageMemoryBarrier *images)
+    uint32_t memory_count, const VkMemoryBarrier *memory, uint32_t buffer_count,
+    const VkBufferMemoryBarrier *buffers, uint32_t image_count, const VkImageMemoryBarrier *images)
 {
     Device *d = device_of(commands);
-    if (!d->barriers_off && from == VK_PIPELINE_STAGE_TRANSFER_BIT && to == VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT &&
-        !memory_count && !image_count && buffer_count == 1 &&
-        buffers->srcAccessMask == VK_ACCESS_TRANSFER_WRITE_BIT && buffers->dstAccessMask == VK_ACCESS_SHADER_READ_BIT) {
+    bool of_kp = from == VK_PIPELINE_STAGE_TRANSFER_BIT && to == VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT &&
+                 !memory_count && !image_count && buffer_count == 1 &&
+                 buffers->srcAccessMask == VK_ACCESS_TRANSFER_WRITE_BIT &&
+                 buffers->dstAccessMask == VK_ACCESS_SHADER_READ_BIT;
+    if (of_kp && !d->barriers_off)
         d->counters.barriers_dropped++;
-        return;
-    }
-    d->CmdPipelineBarrier(commands, from, to, flags, memory_count, memory, buffer_count, buffers, image_count, images);
+    else
+        d->CmdPipelineBarrier(
+            commands, from, to, flags, memory_count, memory, buffer_count, buffers, image_count, images);
 }
 
 static VKAPI_ATTR void VKAPI_CALL CmdDispatch(VkCommandBuffer commands, uint32_t x, uint32_t y, uint32_t z)
@@ -809,13 +845,13 @@ static VKAPI_ATTR void VKAPI_CALL CmdDispatch(VkCommandBuffer commands, uint32_t
     Recording *r = recording_of(d, commands);
     /* The first dispatch is never independent: submissions before this one may have written anything. */
     if (!d->next_is_independent || !r->barriers)
-        barrier(d, r, commands, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT, VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT);
+        barrier(d, r, commands, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT,
+            VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT);
     d->next_is_independent = false;
     d->CmdDispatch(commands, x, y, z);
     r->dispatches++;
     d->counters.dispatches_recorded++;
-    if (r->queries_written < r->query_count)
-        d->CmdWriteTimestamp(commands, VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT, r->queries, r->queries_written++);
+    timestamp(d, r, commands);
 }
 
 static VKAPI_ATTR void VKAPI_CALL CmdCopyBuffer(
@@ -823,7 +859,8 @@ static VKAPI_ATTR void VKAPI_CALL CmdCopyBuffer(
 {
     Device *d = device_of(commands);
     Recording *r = recording_of(d, commands);
-    barrier(d, r, commands, VK_PIPELINE_STAGE_TRANSFER_BIT, VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT);
+    barrier(d, r, commands, VK_PIPELINE_STAGE_TRANSFER_BIT,
+        VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT);
     r->transfers = true;
     d->CmdCopyBuffer(commands, from, to, count, regions);
 }
@@ -841,7 +878,8 @@ static VKAPI_ATTR VkResult VKAPI_CALL EndCommandBuffer(VkCommandBuffer commands)
 
 /* ---------------------------------------------------------------------------------- submit and wait -- */
 
-static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(VkQueue queue, uint32_t count, const VkSubmitInfo *infos, VkFence fence)
+static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(
+    VkQueue queue, uint32_t count, const VkSubmitInfo *infos, VkFence fence)
 {
     Device *d = device_of(queue);
     VkResult result = refused(d, "vkQueueSubmit", 0);
@@ -870,7 +908,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL WaitForFences(
     return keep(d, "vkWaitForFences", 0, planted ? planted : result);
 }
 
-/* ------------------------------------------------------------------------------- the way in for the loader -- */
+/* ------------------------------------------------------------------------- the way in for the loader -- */
 
 static PFN_vkVoidFunction intercepted(const char *name);
 
@@ -900,10 +938,11 @@ static PFN_vkVoidFunction intercepted(const char *name)
         OURS(AllocateMemory), OURS(FreeMemory), OURS(BindBufferMemory), OURS(MapMemory),
         OURS(FlushMappedMemoryRanges), OURS(CreateDescriptorPool), OURS(CreateDescriptorSetLayout),
         OURS(AllocateDescriptorSets), OURS(UpdateDescriptorSets), OURS(CreateShaderModule),
-        OURS(CreatePipelineLayout), OURS(CreatePipelineCache), OURS(CreateComputePipelines), OURS(CreateFence),
-        OURS(CreateCommandPool), OURS(DestroyCommandPool), OURS(AllocateCommandBuffers), OURS(FreeCommandBuffers),
-        OURS(BeginCommandBuffer), OURS(EndCommandBuffer), OURS(CmdPipelineBarrier), OURS(CmdDispatch),
-        OURS(CmdCopyBuffer), OURS(QueueSubmit), OURS(WaitForFences),
+        OURS(CreatePipelineLayout), OURS(CreatePipelineCache), OURS(CreateComputePipelines),
+        OURS(CreateFence), OURS(CreateCommandPool), OURS(DestroyCommandPool),
+        OURS(AllocateCommandBuffers), OURS(FreeCommandBuffers), OURS(BeginCommandBuffer),
+        OURS(EndCommandBuffer), OURS(CmdPipelineBarrier), OURS(CmdDispatch), OURS(CmdCopyBuffer),
+        OURS(QueueSubmit), OURS(WaitForFences),
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++)
         if (!strcmp(table[i].name, name))
@@ -911,7 +950,8 @@ static PFN_vkVoidFunction intercepted(const char *name)
     return NULL;
 }
 
-EXPORT VKAPI_ATTR VkResult VKAPI_CALL vkNegotiateLoaderLayerInterfaceVersion(VkNegotiateLayerInterface *version)
+EXPORT VKAPI_ATTR VkResult VKAPI_CALL vkNegotiateLoaderLayerInterfaceVersion(
+    VkNegotiateLayerInterface *version)
 {
     if (version->loaderLayerInterfaceVersion < 2)
         return VK_ERROR_INITIALIZATION_FAILED;
@@ -922,7 +962,8 @@ EXPORT VKAPI_ATTR VkResult VKAPI_CALL vkNegotiateLoaderLayerInterfaceVersion(VkN
     return VK_SUCCESS;
 }
 
-/* -------------------------------------------------------------------------------- the way in for Python -- */
+/* ------------------------------------------------------------------------- the way in for Python -- */
+
 /* A device is named by its id; with one that is gone every function does nothing and returns 0 (or -1
  * where it returns a result), so a late call cannot crash. */
 
