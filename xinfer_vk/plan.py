@@ -128,8 +128,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Step:
-    """One dispatch. ``independent``: it needs nothing the step just before it wrote, nor writes
-    anything that step reads or writes, so no barrier is wanted between the two."""
+    """One dispatch. ``independent``: no barrier is wanted before it, because it needs nothing that the
+    steps since the last one not so marked wrote (that one included), nor writes what they read or write."""
 
     kernel: Kernel
     buffers: tuple[Buffer, ...]
