@@ -128,6 +128,7 @@ class KVCache:
         region = blocks * block_words  # words of one layer's K (or V)
         self.bytes = layers * 2 * region * WORD_BYTES
         self._rows = list(range(sequences - 1, -1, -1))
+        self._parked: dict[int, CachedSequence] = {}  # by row, the one parked first comes first
         self._buffers: list[Buffer] = []
         self.layers: list[LayerCache] = []
         per_buffer = max(1, limit // (2 * region))
@@ -141,12 +142,14 @@ class KVCache:
                 self.layers.append(LayerCache(buffer, i * 2 * region, (i * 2 + 1) * region))
 
     @property
-    def free_rows(self) -> tuple[int, ...]:
-        """Rows of the block table that no sequence has."""
-        return tuple(self._rows)
+    def in_use(self) -> int:
+        """Sequences that are open and not parked."""
+        return self.max_sequences - len(self._rows) - len(self._parked)
 
     def open(self) -> CachedSequence:
         """A new, empty sequence. Raises :class:`OutOfMemoryError` when all rows are taken."""
+        if not self._rows:
+            self._evict()
         if not self._rows:
             raise OutOfMemoryError(f"the KV cache holds {self.max_sequences} sequences and all are in use")
         return CachedSequence(self._rows.pop())
@@ -154,6 +157,8 @@ class KVCache:
     def reserve(self, sequence: CachedSequence, tokens: int) -> None:
         """Blocks for ``tokens`` more tokens after ``sequence.length``; nothing is taken if not all can be."""
         wanted = -(-(sequence.length + tokens) // BLOCK_TOKENS) - len(sequence.blocks)
+        while wanted > self.allocator.free_blocks and self._parked:
+            self._evict()
         if len(sequence.blocks) + wanted > self.blocks_per_sequence or wanted > self.allocator.free_blocks:
             raise OutOfMemoryError(
                 f"{sequence.length + tokens} tokens do not fit the KV cache of {self.capacity}: "
@@ -186,8 +191,28 @@ class KVCache:
         self.truncate(sequence, 0)
         self._rows.append(sequence.row)
 
+    def park(self, sequence: CachedSequence) -> None:
+        """Keep a sequence for later, but only until another needs its row or its blocks: a conversation
+        between two turns. :meth:`take_back` tells whether it is still there."""
+        self._parked[sequence.row] = sequence
+
+    def take_back(self, sequence: CachedSequence) -> bool:
+        """Use a parked sequence again. False if it is gone: it must not be used any more then."""
+        if self._parked.get(sequence.row) is not sequence:
+            return False
+        del self._parked[sequence.row]
+        return True
+
+    def _evict(self) -> None:
+        """Close the sequence that has been parked longest, if there is one."""
+        for sequence in self._parked.values():
+            del self._parked[sequence.row]
+            self.close(sequence)
+            return
+
     def free(self) -> None:
-        """Give the device memory back."""
+        """Give the device memory back. What is parked is gone."""
+        self._parked.clear()
         for buffer in self._buffers:
             self.runtime.free(buffer)
         self._buffers.clear()

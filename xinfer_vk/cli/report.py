@@ -51,7 +51,7 @@ def speed_report(result: GenerationResult) -> str:
     return (
         f"TTFT: {format_seconds(m.ttft_s)}\n"
         f"TPOT: {tpot}\n"
-        f"PP: {format_rate(m.prefill_rate)} tok/s ({m.prompt_tokens} tokens)\n"
+        f"PP: {format_rate(m.prefill_rate)} tok/s ({m.prefilled_tokens} tokens)\n"
         f"TG: {format_rate(m.decode_rate)} tok/s ({m.decode_tokens} tokens)"
     )
 

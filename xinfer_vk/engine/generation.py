@@ -41,7 +41,11 @@ class GenerationResult:
 
 @dataclass(eq=False)
 class Generation:
-    """The state of one sequence. ``fed`` of the prompt's tokens are in the cache."""
+    """The state of one sequence. ``fed`` of the prompt's tokens are in the cache.
+
+    A conversation sets ``sequence`` and ``fed`` beforehand to go on from tokens that the cache has, and
+    ``keep_sequence`` to have the sequence left open at the end.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -55,6 +59,7 @@ class Generation:
     leader: Generation | None = None  # whose prompt's cache blocks this one shares
     stop_event: threading.Event = field(default_factory=threading.Event)
     want_prompt_logprobs: bool = False
+    keep_sequence: bool = False
 
     sequence: CachedSequence | None = None
     fed: int = 0

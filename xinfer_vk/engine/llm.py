@@ -344,7 +344,7 @@ class LLM:
                 and cache.allocator.count * BLOCK_TOKENS >= total
             ):
                 return old
-            if cache.max_sequences != len(cache.free_rows):
+            if cache.in_use:
                 raise UsageError("another generation is under way on this LLM: finish or cancel it first")
             if cache.capacity < needed:
                 needed = max(needed, min(2 * cache.capacity, self.config.max_position))

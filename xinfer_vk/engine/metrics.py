@@ -18,6 +18,7 @@ class Metrics:
 
     load_s: float = 0.0
     prompt_tokens: int = 0
+    reused_tokens: int = 0  # those of the prompt that were in the cache already
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     decode_tokens: int = 0
@@ -35,9 +36,14 @@ class Metrics:
         return sum(self.token_s)
 
     @property
+    def prefilled_tokens(self) -> int:
+        """Those of the prompt that had to be run."""
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second (PP)."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+        """Prompt tokens run per second (PP)."""
+        return self.prefilled_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_rate(self) -> float:
@@ -48,7 +54,7 @@ class Metrics:
         """``prefill: 26 tok in 69 ms (378 tok/s) | decode: 7 tok in 0.23 s (30.5 tok/s)``"""
         prefill, decode = format_seconds(self.prefill_s), format_seconds(self.decode_s)
         return (
-            f"prefill: {self.prompt_tokens} tok in {prefill} ({format_rate(self.prefill_rate)} tok/s) | "
+            f"prefill: {self.prefilled_tokens} tok in {prefill} ({format_rate(self.prefill_rate)} tok/s) | "
             f"decode: {self.decode_tokens} tok in {decode} ({format_rate(self.decode_rate)} tok/s)"
         )
 

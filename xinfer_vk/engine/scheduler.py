@@ -96,15 +96,16 @@ class Scheduler:
                 shared = len(generation.prompt_ids) - 1  # the last token must run: its logits are wanted
                 generation.sequence = cache.fork(leader.sequence, shared)
                 generation.fed = generation.sequence.length
-            else:
+            elif generation.sequence is None:
                 generation.sequence = cache.open()
+            generation.metrics.reused_tokens = generation.fed
             self._reserved[generation] = blocks
             self._running.append(self._waiting.popleft())
             if self._on_device(generation) and generation.params.has_penalties:
                 self.runner.sampler.write_history(generation.sequence.row, generation.prompt_ids)
 
     def _release(self, generation: Generation) -> None:
-        if generation.sequence is not None:
+        if generation.sequence is not None and not generation.keep_sequence:
             self.runner.cache.close(generation.sequence)
             generation.sequence = None
         self._reserved.pop(generation, None)
