@@ -270,6 +270,13 @@ def test_dependent_steps_run_in_order_however_they_are_submitted(device, monkeyp
         layer.load_library.cache_clear()
 
 
+def test_the_environment_can_cut_plans_too(device, monkeypatch):
+    monkeypatch.setenv("XINFER_VK_STEPS_PER_SUBMIT", "1")
+    with KomputeRuntime(device.info) as rt:
+        plan, _, _ = chain(rt, steps=5)
+        assert prepared_submits(rt.prepare(plan)) == 5
+
+
 def prepared_submits(prepared) -> int:
     return len(prepared._sequences)
 
@@ -656,6 +663,10 @@ def test_wrong_arguments_are_refused(device, monkeypatch):
         KomputeRuntime(99)
     with pytest.raises(DeviceError, match="cannot be used: it is old"):
         KomputeRuntime(replace(device.info, rejected="it is old"))
+    monkeypatch.setenv("XINFER_VK_STEPS_PER_SUBMIT", "some")
+    with pytest.raises(UsageError, match="XINFER_VK_STEPS_PER_SUBMIT 'some': it must be a number"):
+        KomputeRuntime(device.info)
+    monkeypatch.setenv("XINFER_VK_STEPS_PER_SUBMIT", "")
     monkeypatch.setenv("XINFER_VK_MEMORY", "none")
     with pytest.raises(UsageError, match="memory 'none'"):
         KomputeRuntime(device.info)

@@ -103,8 +103,8 @@ class Failure:
         message = f"{doing}: {self}" + (f"; {detail}" if detail else "")
         if self.result == DEVICE_LOST:
             return DeviceLostError(
-                f"the device was lost while {message} (the driver gave up: see the system's log; "
-                "a driver update, or fewer steps a submit, may help)"
+                f"the device was lost while {message} (the driver gave up: the system's log may say why; "
+                "a newer driver or XINFER_VK_STEPS_PER_SUBMIT=16 may help)"
             )
         if self.result in OUT_OF_MEMORY:
             return OutOfMemoryError(f"out of device memory while {message}")

@@ -69,8 +69,9 @@ class KomputeRuntime:
 
     ``device``: what :func:`devices.list_devices` said of it, or its index. ``memory``: "unified" keeps all
     buffers mapped, "discrete" keeps in device memory what only kernels touch; "auto" (or None, and then
-    ``XINFER_VK_MEMORY`` may say) does what suits the device. ``steps_per_submit`` cuts long plans into
-    several submits, for drivers that give up on those that take seconds.
+    ``XINFER_VK_MEMORY`` may say) does what suits the device. ``steps_per_submit`` (or
+    ``XINFER_VK_STEPS_PER_SUBMIT``) cuts long plans into several submits, for drivers that give up on those
+    that take seconds.
 
     A context manager; :meth:`close` may be called any number of times, and is at the end of the program.
     """
@@ -87,8 +88,7 @@ class KomputeRuntime:
         memory = memory or os.environ.get("XINFER_VK_MEMORY") or "auto"
         if memory not in MEMORY_CHOICES:
             raise UsageError(f"memory {memory!r}: it is one of {', '.join(MEMORY_CHOICES)}")
-        if steps_per_submit is not None and steps_per_submit < 1:
-            raise UsageError(f"steps per submit is {steps_per_submit}: it must be at least 1")
+        steps_per_submit = _steps_per_submit(steps_per_submit)
         self.info = _device_info(device)
         if self.info.rejected:
             raise DeviceError(f"{self.info.name} cannot be used: {self.info.rejected}")
@@ -303,6 +303,18 @@ def _device_info(device: DeviceInfo | int) -> DeviceInfo:
     if not 0 <= device < len(devices):
         raise UsageError(f"device {device} does not exist: there are {len(devices)}")
     return devices[device]
+
+
+def _steps_per_submit(given: int | None) -> int | None:
+    text = os.environ.get("XINFER_VK_STEPS_PER_SUBMIT", "")
+    if given is None and text:
+        try:
+            given = int(text)
+        except ValueError as error:
+            raise UsageError(f"XINFER_VK_STEPS_PER_SUBMIT {text!r}: it must be a number") from error
+    if given is not None and given < 1:
+        raise UsageError(f"steps per submit is {given}: it must be at least 1")
+    return given
 
 
 def _check_range(buffer: Buffer, offset: int, count: int) -> None:
