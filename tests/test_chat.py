@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from text_helpers import FIXTURES, HELLO, NAMES, TEMPLATES, gguf, hf, metadata, reference, user
 
@@ -52,6 +52,7 @@ def test_a_chat_from_gguf_metadata_does_too(name: str) -> None:
 def test_honest_messages_encode_as_the_rendered_text(name: str, system: str, text: str) -> None:
     messages = [{"role": "system", "content": system}, *user(text)]
     tokenizer, template = hf(name), TEMPLATES[name]
+    assume(not tokenizer.markup_in(system) and not tokenizer.markup_in(text))
     expected = tokenizer.encode(template.render(messages), parse_special=True, add_bos=False)
     assert encode_chat(tokenizer, template, messages) == expected
 
