@@ -232,6 +232,31 @@ def test_a_wrong_fault_in_the_environment_is_named(device, monkeypatch):
         KomputeRuntime(device.info)
 
 
+# -- memory that is read back ---------------------------------------------------------------------
+
+LOCAL, VISIBLE, COHERENT, CACHED = 1, 2, 4, 8
+WRITTEN, READ_BACK = VISIBLE | COHERENT, VISIBLE | COHERENT | CACHED
+
+
+@pytest.mark.parametrize(
+    ("types", "asked", "bits", "given"),
+    [  # (flags, heap) of each type
+        ([(LOCAL, 0), (WRITTEN, 1), (READ_BACK, 1), (LOCAL | WRITTEN, 0)], 1, 0b1111, 2),
+        ([(LOCAL, 0), (WRITTEN, 1), (LOCAL | WRITTEN, 0), (READ_BACK, 1)], 1, 0b1111, 3),
+        ([(LOCAL, 0), (WRITTEN, 1), (READ_BACK, 1)], 1, 0b0011, 1),  # the buffer cannot have it
+        ([(LOCAL, 0), (WRITTEN, 1), (READ_BACK, 0)], 1, 0b1111, 1),  # in another heap
+        ([(LOCAL, 0), (WRITTEN, 1), (VISIBLE | CACHED, 1)], 1, 0b1111, 1),  # not coherent: kp never flushes
+        ([(LOCAL | READ_BACK, 0)], 0, 0b1, 0),
+        ([(LOCAL, 0), (WRITTEN, 1), (READ_BACK | 64, 1)], 1, 0b1111, 1),  # with a property nobody asked for
+    ],
+)
+def test_what_the_host_reads_back_is_cached_where_it_can_be(types, asked, bits, given):
+    library, _ = layer.load_library()
+    flags, heaps = (np.array(column, np.uint32) for column in zip(*types))
+    got = library.xinfer_cached_type(flags.ctypes.data, heaps.ctypes.data, len(types), asked, bits)
+    assert got == given
+
+
 # -- counters and times ---------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,6 +112,26 @@ class Failure:
         return DeviceError(f"the device failed while {message}")
 
 
+_u64, _u32, _i32, _pointer = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": result, arguments
+    "take_newest_device": (_u64, ()),
+    "features": (_u32, (_u64,)),
+    "uuid": (None, (_u64, _pointer)),
+    "counters": (None, (_u64, _pointer)),
+    "take_failure": (_i32, (_u64, _pointer)),
+    "next_is_independent": (None, (_u64,)),
+    "next_is_read_back": (None, (_u64,)),
+    "cached_type": (_u32, (_pointer, _pointer, _u32, _u32, _u32)),
+    "set_barriers": (None, (_u64, _i32)),
+    "time_next_recording": (None, (_u64, _u32)),
+    "newest_recording": (_u64, (_u64,)),
+    "timestamps": (_u32, (_u64, _u64, _pointer, _u32)),
+    "cache_open": (_i32, (_u64, ctypes.c_char_p, ctypes.c_size_t)),
+    "cache_data": (_i32, (_u64, _pointer, ctypes.POINTER(ctypes.c_size_t))),
+    "inject": (_i32, (ctypes.c_char_p, _u32, _i32)),
+}
+
+
 @lru_cache
 def load_library() -> tuple[ctypes.CDLL | None, str]:
     """The layer's shared object, or None and why not. ``XINFER_VK_LAYER=off`` turns the layer off."""
@@ -123,26 +144,11 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         library = ctypes.CDLL(str(LIBRARY))
         if (found := library.xinfer_abi_version()) != ABI_VERSION:
             return None, f"{LIBRARY.name} is of another version ({found}, not {ABI_VERSION}): build it again"
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"xinfer_{name}")
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return None, f"{LIBRARY.name} does not load: {error}"
-    u64, u32, i32, pointer = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p
-    for name, result, arguments in (
-        ("take_newest_device", u64, ()),
-        ("features", u32, (u64,)),
-        ("uuid", None, (u64, pointer)),
-        ("counters", None, (u64, pointer)),
-        ("take_failure", i32, (u64, pointer)),
-        ("next_is_independent", None, (u64,)),
-        ("set_barriers", None, (u64, i32)),
-        ("time_next_recording", None, (u64, u32)),
-        ("newest_recording", u64, (u64,)),
-        ("timestamps", u32, (u64, u64, pointer, u32)),
-        ("cache_open", i32, (u64, ctypes.c_char_p, ctypes.c_size_t)),
-        ("cache_data", i32, (u64, pointer, ctypes.POINTER(ctypes.c_size_t))),
-        ("inject", i32, (ctypes.c_char_p, u32, i32)),
-    ):
-        function = getattr(library, f"xinfer_{name}")
-        function.restype, function.argtypes = result, arguments
     return library, ""
 
 
@@ -236,6 +242,10 @@ class DeviceLayer:
     def next_is_independent(self) -> None:
         """No barrier is wanted before the next dispatch that is recorded."""
         self._library.xinfer_next_is_independent(self._id)
+
+    def next_is_read_back(self) -> None:
+        """The next mapped memory is for what the host reads: let it be cached, where there is such."""
+        self._library.xinfer_next_is_read_back(self._id)
 
     def set_barriers(self, on: bool) -> None:
         """Off: recordings get no barriers, which is wrong; for showing that validation sees it."""

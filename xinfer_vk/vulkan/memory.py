@@ -24,6 +24,7 @@ from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind
 from xinfer_vk.vulkan.devices import DeviceInfo, available_host_bytes
 from xinfer_vk.vulkan.guard import Guard
 from xinfer_vk.vulkan.kompute import kompute
+from xinfer_vk.vulkan.layer import DeviceLayer
 
 KOMPUTE_LIMIT_BYTES = 1 << 32  # kp counts bytes in 32 bits, and wraps silently
 DEVICE_ONLY = frozenset({BufferKind.WEIGHTS, BufferKind.SCRATCH, BufferKind.KV, BufferKind.STATE})
@@ -57,8 +58,11 @@ class _Slot:
 class DeviceMemory:
     """All buffers of one runtime. ``discrete``: whether to use memory the host cannot reach."""
 
-    def __init__(self, manager: Any, info: DeviceInfo, guard: Guard, *, discrete: bool) -> None:
-        self._manager, self._info, self._guard, self.discrete = manager, info, guard, discrete
+    def __init__(
+        self, manager: Any, info: DeviceInfo, guard: Guard, layer: DeviceLayer | None, *, discrete: bool
+    ) -> None:
+        self._manager, self._info, self._guard, self._layer = manager, info, guard, layer
+        self.discrete = discrete
         self._slots: dict[Buffer, _Slot] = {}
         self._twins: dict[Buffer, Buffer] = {}
         self._heap_bytes: dict[int | None, int] = {}
@@ -91,6 +95,8 @@ class DeviceMemory:
         # kp copies these zeros into mapped memory; a calloc'ed array costs no memory where it is only read
         zeros = np.zeros(buffer.words, np.uint32)
         kind = kp.TensorTypes.host if mapped else kp.TensorTypes.storage
+        if self._layer is not None and self.discrete and buffer.kind is BufferKind.RESULT:
+            self._layer.next_is_read_back()
         tensor = None
         try:
             with self._guard(

@@ -115,9 +115,11 @@ typedef struct {
     NEXT_FUNCTIONS(DECLARE)
     uint8_t uuid[VK_UUID_SIZE];
     uint32_t features; /* FEATURE_* that are on */
+    VkPhysicalDeviceMemoryProperties memory;
     Failure failure;
     Counters counters;
     Allocation *allocations;
+    uint32_t type_bits;    /* memory types that the buffer asked about last can have */
     VkBuffer bound_buffer; /* what was bound last, and to what */
     VkDeviceMemory bound_memory;
     Unfinished unfinished;
@@ -128,6 +130,7 @@ typedef struct {
     /* Set by Python */
     bool barriers_off;         /* to show that validation sees their lack */
     bool next_is_independent;  /* for the next dispatch only */
+    bool next_is_read_back;    /* for the next allocation only */
     uint32_t next_query_count; /* for the next command buffer only */
 } Device;
 
@@ -373,14 +376,16 @@ static uint32_t supported_features(
     return bits;
 }
 
-static void physical_uuid(Instance *instance, VkPhysicalDevice physical, uint8_t uuid[VK_UUID_SIZE])
+static void physical_properties(Instance *instance, VkPhysicalDevice physical, Device *d)
 {
     INSTANCE_FUNCTION(GetPhysicalDeviceProperties2);
+    INSTANCE_FUNCTION(GetPhysicalDeviceMemoryProperties);
     VkPhysicalDeviceIDProperties id = {.sType = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_ID_PROPERTIES};
     VkPhysicalDeviceProperties2 properties = {VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_PROPERTIES_2, &id, {0}};
     if (GetPhysicalDeviceProperties2)
         GetPhysicalDeviceProperties2(physical, &properties);
-    memcpy(uuid, id.deviceUUID, VK_UUID_SIZE);
+    memcpy(d->uuid, id.deviceUUID, VK_UUID_SIZE);
+    GetPhysicalDeviceMemoryProperties(physical, &d->memory);
 }
 
 /* ---------------------------------------------------------------------------------------- device -- */
@@ -466,7 +471,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateDevice(
     d->GetDeviceProcAddr = here->pfnNextGetDeviceProcAddr;
 #define FETCH(name) d->name = (PFN_vk##name)d->GetDeviceProcAddr(*out, "vk" #name);
     NEXT_FUNCTIONS(FETCH)
-    physical_uuid(instance, physical, d->uuid);
+    physical_properties(instance, physical, d);
     pthread_mutex_lock(&lock);
     int slot = 0;
     while (slot < MAX_DEVICES && devices[slot])
@@ -523,10 +528,27 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateBuffer(
 static VKAPI_ATTR void VKAPI_CALL GetBufferMemoryRequirements(
     VkDevice handle, VkBuffer buffer, VkMemoryRequirements *out)
 {
+    Device *d = device_of(handle);
     if (buffer)
-        device_of(handle)->GetBufferMemoryRequirements(handle, buffer, out);
+        d->GetBufferMemoryRequirements(handle, buffer, out);
     else
         memset(out, 0, sizeof *out); /* no memory type fits: kp throws */
+    d->type_bits = out->memoryTypeBits;
+}
+
+/* kp takes the first mapped type there is, which on discrete GPUs is not cached: right for what the host
+ * only writes, but reading it takes 10 to 100 times as long. This is the type of the same heap that is
+ * cached too, among those that `bits` allow, or else the one that was asked for. */
+static uint32_t cached_type(const VkPhysicalDeviceMemoryProperties *memory, uint32_t asked, uint32_t bits)
+{
+    const VkMemoryPropertyFlags wanted = VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT |
+        VK_MEMORY_PROPERTY_HOST_COHERENT_BIT | VK_MEMORY_PROPERTY_HOST_CACHED_BIT;
+    const VkMemoryType *types = memory->memoryTypes;
+    for (uint32_t i = 0; i < memory->memoryTypeCount; i++)
+        if ((bits >> i & 1) && types[i].heapIndex == types[asked].heapIndex &&
+            types[i].propertyFlags == (types[asked].propertyFlags | wanted))
+            return i;
+    return asked;
 }
 
 static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
@@ -538,8 +560,14 @@ static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
     VkResult result = refused(d, "vkAllocateMemory", info->allocationSize);
     if (result != VK_SUCCESS)
         return result;
+    VkMemoryAllocateInfo chosen = *info;
+    if (d->next_is_read_back)
+        chosen.memoryTypeIndex = cached_type(&d->memory, info->memoryTypeIndex, d->type_bits);
+    d->next_is_read_back = false;
     Allocation *a = malloc(sizeof *a);
-    result = a ? d->AllocateMemory(handle, info, allocator, out) : VK_ERROR_OUT_OF_HOST_MEMORY;
+    result = a ? d->AllocateMemory(handle, &chosen, allocator, out) : VK_ERROR_OUT_OF_HOST_MEMORY;
+    if (result < 0 && a && chosen.memoryTypeIndex != info->memoryTypeIndex)
+        result = d->AllocateMemory(handle, info, allocator, out);
     if (result != VK_SUCCESS) {
         free(a);
         return keep(d, "vkAllocateMemory", info->allocationSize, result);
@@ -1016,6 +1044,24 @@ EXPORT void xinfer_next_is_independent(uint64_t id)
     Device *d = device_by_id(id);
     if (d)
         d->next_is_independent = true;
+}
+
+/* Said before the next allocation of mapped memory: the host will read what the device writes there. */
+EXPORT void xinfer_next_is_read_back(uint64_t id)
+{
+    Device *d = device_by_id(id);
+    if (d)
+        d->next_is_read_back = true;
+}
+
+/* For tests: what an allocation of type `asked` that is read back gets on a device with these types. */
+EXPORT uint32_t xinfer_cached_type(
+    const uint32_t *flags, const uint32_t *heaps, uint32_t count, uint32_t asked, uint32_t bits)
+{
+    VkPhysicalDeviceMemoryProperties memory = {.memoryTypeCount = count};
+    for (uint32_t i = 0; i < count; i++)
+        memory.memoryTypes[i] = (VkMemoryType){flags[i], heaps[i]};
+    return cached_type(&memory, asked, bits);
 }
 
 /* For the tests' positive control: with barriers off, kp's own pass and ours are not made. */
