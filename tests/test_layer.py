@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -377,6 +378,14 @@ def test_a_layer_the_loader_refuses_is_told_and_done_without(device, monkeypatch
     with KomputeRuntime(device.info) as rt:
         assert not rt.layer_active
         assert any("the Vulkan loader did not load it" in n for n in rt.notices)
+        assert works(rt)
+
+
+def test_without_a_place_for_the_manifest_the_layer_is_done_without(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with KomputeRuntime(device.info) as rt:
+        assert not rt.layer_active
+        assert any("its manifest cannot be written" in n for n in rt.notices)
         assert works(rt)
 
 

@@ -336,8 +336,12 @@ def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, 
     manager: Any = None
     companion.inject_from_environment()
     for replace_path in (False, True) if library else ():
-        with companion.enabled(replace_path), _opening(info):
-            manager = kp.Manager(info.index)
+        try:
+            with companion.enabled(replace_path), _opening(info):
+                manager = kp.Manager(info.index)
+        except OSError as error:
+            reason = f"its manifest cannot be written: {error}"
+            break
         layer = companion.DeviceLayer.of_newest_device()
         if layer is not None:
             break
