@@ -84,11 +84,12 @@ void main() {
         load_w(block);
         load_x_tile(block, t0, used);
         barrier();
-        for (uint c = 0u; c < COLUMNS; c++) {
-            const vec4 v = tile_w[c * W_STRIDE + quad];
-            [[unroll]] for (uint i = 0u; i < PER_LANE; i++)
-                acc[i] += v * tile_x[c * X_STRIDE + slot + 16u * i];
-        }
+        [[dont_unroll]] for (uint c0 = 0u; c0 < COLUMNS; c0 += 4u)
+            [[unroll]] for (uint c = c0; c < c0 + 4u; c++) {
+                const vec4 v = tile_w[c * W_STRIDE + quad];
+                [[unroll]] for (uint i = 0u; i < PER_LANE; i++)
+                    acc[i] += v * tile_x[c * X_STRIDE + slot + 16u * i];
+            }
         barrier();
     }
     const uint row = gl_WorkGroupID.x * 64u + quad * 4u;

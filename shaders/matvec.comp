@@ -18,7 +18,7 @@ layout(local_size_x_id = 0) in; // spec: local_size, a power of two
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
 #include "formats.glsl"
-#define EPILOGUE_LOOP [[unroll]]
+#define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"
 
 // Words of W in flight; with more tokens their loads of x fill the time instead.
@@ -104,7 +104,8 @@ void main() {
     barrier();
     for (uint s = slots; s >= 2u; s /= 2u) {
         if (lane < s)
-            FOR_TOKENS partial[t * gl_WorkGroupSize.x + lane] += partial[t * gl_WorkGroupSize.x + lane + s];
+            [[dont_unroll]] for (uint i = lane; i < TOKENS * gl_WorkGroupSize.x; i += gl_WorkGroupSize.x)
+                partial[i] += partial[i + s];
         barrier();
     }
     // lanes 0 and 1 hold the sums of rows 0-3 and 4-7; lane l stores token l / 2

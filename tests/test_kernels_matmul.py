@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Setup:
         bounds = (0, *p.splits, p.rows)
         per_row = row_words(p.fmt, p.cols)
         parts = []
-        for i, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        for i, (first, last) in enumerate(pairwise(bounds)):
             words = self.matrix.words[first * per_row : -(-last // 8) * 8 * per_row]
             at = put(f"w{i}", BufferKind.WEIGHTS, words, 4 * i)
             parts.append(Part(at.buffer, at.offset, first, last - first))
@@ -148,7 +149,7 @@ class Setup:
         elif p.epilogue == "swiglu":
             gate, up, gate_tol, up_tol = v[:, 0::2], v[:, 1::2], tolerance[:, 0::2], tolerance[:, 1::2]
             # |silu'| <= 1.1; Vulkan allows exp(x) an error of 3 + 2|x| units in the last place
-            silu = gate / (1 + np.exp(-gate))
+            silu = gate / (1 + np.exp(np.minimum(-gate, 700)))
             v = silu * up
             tolerance = 1.1 * gate_tol * (np.abs(up) + up_tol) + np.abs(silu) * up_tol
             tolerance = tolerance + np.abs(v) * 2 * EPS * (8 + 2 * np.abs(gate)) + 1e-30
@@ -179,6 +180,8 @@ def cols_for(fmt: str, i: int) -> int:
 
 @pytest.fixture(params=sorted(PROFILES))
 def profile(request: pytest.FixtureRequest, runtime: Any) -> DeviceProfile:
+    if request.param == "simd-small-subgroup" and runtime.profile.subgroup_size <= 4:
+        pytest.skip("the device's own subgroups are that small")
     return replace(runtime.profile, **PROFILES[request.param])
 
 
@@ -217,13 +220,11 @@ def test_bias_and_epilogues_equal_float64(
 def test_a_matrix_split_by_rows_gives_the_same_product(
     fmt: str, runtime: Any, profile: DeviceProfile
 ) -> None:
-    for tokens in (1, 16):
-        for epilogue in ("store", "swiglu"):
-            product = Product(fmt, 102, 64, tokens, tokens, epilogue, bias=True, splits=(8, 72))
-            whole = Setup(replace(product, splits=())).run(runtime, profile)
-            split = Setup(product).run(runtime, profile)
-            np.testing.assert_array_equal(whole, split)
-            check(product, runtime, profile)
+    for tokens, epilogue in ((1, "swiglu"), (16, "store")):
+        product = Product(fmt, 102, 64, tokens, tokens, epilogue, bias=True, splits=(8, 72))
+        whole = Setup(replace(product, splits=())).run(runtime, profile)
+        np.testing.assert_array_equal(whole, Setup(product).run(runtime, profile))
+        check(product, runtime, profile)
 
 
 @pytest.mark.parametrize("fmt", ("f32", "bf16", "q8_0", "q4_1"))
