@@ -12,6 +12,7 @@ restricts the devices by id. With ``CI=true`` both must be there: a missing one 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,18 @@ def demo_model() -> Path:
     if not CI and not is_present(DEMO):
         pytest.skip("the demo model is not there: xinfer-vk pull smollm2-135m")
     return ensure_demo_model()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 with random weights, a vocabulary of 704, a tokenizer and a chat template: a directory."""
+    from model_files import tiny_config, write_hf_model
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_hf_model(path, tiny_config("qwen2", vocab_size=704), seed=3)
+    for file in (Path(__file__).parent / "fixtures" / "text" / "qwen2").iterdir():
+        shutil.copy(file, path)
+    return path
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ in this process elsewhere.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -17,33 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_helpers import TIMING, assert_one_error, xinfer
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
-TIMING = re.compile(
-    r"^prefill: \d+ tok in [\d.]+ m?s \([\d.]+ tok/s\) \| decode: \d+ tok in [\d.]+ m?s \([\d.]+ tok/s\)$"
-)
-
-
-def xinfer(*args: str, stdin: str | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "xinfer_vk", *args],
-        input=stdin,
-        stdin=subprocess.DEVNULL if stdin is None else None,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **env},
-    )
-
-
-def assert_one_error(result: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """One line beginning with ``error:`` (or click's usage lines) that holds the words; no traceback."""
-    assert result.returncode == code, result.stderr
-    assert "Traceback" not in result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.lower().startswith("error:")]
-    assert len(errors) == 1, result.stderr
-    for word in words:
-        assert word.lower() in errors[0].lower(), f"{word!r} not in {errors[0]!r}"
 
 
 def test_version_and_help() -> None:
@@ -73,7 +48,7 @@ def test_help_imports_nothing_heavy() -> None:
     ("args", "code", "words"),
     [
         (["generate", "--prompt", ""], 2, ["prompt is empty"]),
-        (["generate", "--prompt", "x", "--file", "y"], 2, ["--prompt and --file"]),
+        (["generate", "--prompt", "x", "--file", "y"], 2, ["--prompt, --file"]),
         (["generate", "--file", "/no/such/file"], 2, ["/no/such/file"]),
         (["generate", "--prompt", "x", "--max-new-tokens", "-1"], 2, ["max-new-tokens", "-1"]),
         (["generate", "--prompt", "x", "--max-new-tokens", "0"], 2, ["max-new-tokens", "0"]),

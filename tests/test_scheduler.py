@@ -6,7 +6,6 @@ NumPy runtime runs them where the device does not matter.
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,28 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import tiny_config, write_hf_model
 
 from xinfer_vk import LLM
 from xinfer_vk.errors import NumericError, UsageError
 from xinfer_vk.sampling.params import SamplingParams
 
-TOKENIZER = Path(__file__).parent / "fixtures" / "text" / "qwen2"
 PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 33, [100]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    write_hf_model(path, tiny_config("qwen2"), seed=3)
-    for file in TOKENIZER.iterdir():
-        shutil.copy(file, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(folder, device="numpy", kv_dtype="f32") as opened:
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as opened:
         yield opened
 
 
@@ -45,8 +33,8 @@ def test_each_prompt_of_a_batch_gives_what_it_gives_alone(llm: LLM) -> None:
         assert result.token_ids == llm.generate(prompt, max_new_tokens=9, ignore_eos=True).token_ids
 
 
-def test_a_batch_on_a_device_gives_what_it_gives_alone(device: Any, folder: Path) -> None:
-    with LLM(folder, device=str(device.index), kv_dtype="f32", context=96) as llm:
+def test_a_batch_on_a_device_gives_what_it_gives_alone(device: Any, tiny_model: Path) -> None:
+    with LLM(tiny_model, device=str(device.index), kv_dtype="f32", context=96) as llm:
         together = llm.batch(PROMPTS, max_new_tokens=5, ignore_eos=True)
         sampled = llm.batch(PROMPTS, max_new_tokens=5, ignore_eos=True, temperature=1.0, top_k=20, seed=11)
         for prompt, result, drawn in zip(PROMPTS, together, sampled):
@@ -95,7 +83,7 @@ def test_shared_blocks_are_counted_and_given_back(llm: LLM) -> None:
     assert cache.allocator.free_blocks == before
 
 
-def test_the_cpu_sampler_chooses_as_the_device_does(device: Any, folder: Path) -> None:
+def test_the_cpu_sampler_chooses_as_the_device_does(device: Any, tiny_model: Path) -> None:
     fields: dict[str, Any] = {
         "max_new_tokens": 6,
         "temperature": 0.9,
@@ -108,7 +96,7 @@ def test_the_cpu_sampler_chooses_as_the_device_does(device: Any, folder: Path) -
         "logprobs": 3,
         "seed": 9,
     }
-    with LLM(folder, device=str(device.index), kv_dtype="f32", context=96) as llm:
+    with LLM(tiny_model, device=str(device.index), kv_dtype="f32", context=96) as llm:
         on_device = llm.generate(PROMPTS[1], prompt_logprobs=True, **fields)
         llm.sampler = "cpu"
         on_cpu = llm.generate(PROMPTS[1], prompt_logprobs=True, **fields)
@@ -166,7 +154,7 @@ def test_a_banned_word_never_comes(llm: LLM) -> None:
     pair = free.token_ids[1:3]
     got = llm.generate([5, 6], max_new_tokens=8, ignore_eos=True, bad_words=[pair])
     assert pair not in list(zip(got.token_ids, got.token_ids[1:]))
-    assert got.token_ids[:2] == free.token_ids[:2]
+    assert got.token_ids[0] == free.token_ids[0]
 
 
 def test_an_event_from_another_thread_ends_within_a_step(llm: LLM) -> None:
@@ -207,8 +195,8 @@ def test_two_streams_take_turns_or_are_refused(llm: LLM) -> None:
     assert len(first.result.token_ids) == 20
 
 
-def test_nan_logits_are_an_error_that_names_the_step(folder: Path) -> None:
-    with LLM(folder, device="numpy", kv_dtype="f32") as llm:
+def test_nan_logits_are_an_error_that_names_the_step(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
         part = llm.weights.embed.parts[0]
         llm.runtime.write(part.buffer, part.offset, np.full(8, np.nan, np.float32).view(np.uint32))
         for fields in ({}, {"temperature": 1.0}):
@@ -223,7 +211,7 @@ def test_nan_logits_are_an_error_that_names_the_step(folder: Path) -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"stop_token_ids": [10**6]}, "1000000"),
-        ({"logit_bias": {320: 1.0}}, "320"),
+        ({"logit_bias": {704: 1.0}}, "704"),
     ],
 )
 def test_a_bad_parameter_is_refused_by_name(llm: LLM, fields: dict[str, Any], message: str) -> None:
@@ -232,15 +220,15 @@ def test_a_bad_parameter_is_refused_by_name(llm: LLM, fields: dict[str, Any], me
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [([], "empty"), ("", "empty"), ([320], "token id 320"), ([-1], "-1")]
+    ("prompt", "message"), [([], "empty"), ("", "empty"), ([704], "token id 704"), ([-1], "-1")]
 )
 def test_a_bad_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         llm.generate(prompt)
 
 
-def test_max_new_tokens_is_cut_to_the_context(folder: Path) -> None:
-    with LLM(folder, device="numpy", context=40) as llm:
+def test_max_new_tokens_is_cut_to_the_context(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="numpy", context=40) as llm:
         assert len(llm.generate([5] * 30, max_new_tokens=100, ignore_eos=True).token_ids) == 10
         with pytest.raises(UsageError, match="40 tokens, longer than the context of 40"):
             llm.generate([5] * 40)

@@ -1,0 +1,129 @@
+"""generate's other faces: many prompts, samples, log-probabilities, sampling options, speed report."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from cli_helpers import TIMING, assert_one_error, xinfer
+
+
+@pytest.fixture
+def common(tiny_model: Path) -> list[str]:
+    return ["generate", "--model", str(tiny_model), "--device", "numpy", "--kv-dtype", "f32", "--ignore-eos",
+            "--max-new-tokens", "6"]  # fmt: skip
+
+
+def write_lines(path: Path, *lines: object) -> str:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(text) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_of_prompts_becomes_a_file_of_results_in_its_order(common: list[str], tmp_path: Path) -> None:
+    prompts = write_lines(
+        tmp_path / "in.jsonl",
+        {"prompt": "one " * 40, "id": "long", "max_new_tokens": 9},
+        '"two"',
+        {"prompt": "three", "id": 3, "temperature": 0.8, "seed": 4, "max_new_tokens": 2},
+    )
+    out = tmp_path / "out.jsonl"
+    result = xinfer(*common, "--prompts", prompts, "--output", str(out), "--quiet")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [r.get("id") for r in records] == ["long", None, 3]
+    assert [len(r["token_ids"]) for r in records] == [9, 6, 2]
+    alone = json.loads(xinfer(*common, "--prompt", "two", "--json", "-q").stdout)
+    assert alone["token_ids"] == records[1]["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{not json", ["in.jsonl:2", "not JSON"]),
+        ("[1, 2]", ["in.jsonl:2", "prompt"]),
+        ('{"prompt": ""}', ["in.jsonl:2", "prompt"]),
+        ('{"prompt": "x", "temprature": 1}', ["in.jsonl:2", "temprature"]),
+        ('{"prompt": "x", "top_p": -1}', ["in.jsonl:2", "top_p"]),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', ["in.jsonl:2", "logit_bias"]),
+        ('{"prompt": "x", "stop_token_ids": [999999]}', ["in.jsonl:2", "999999"]),
+    ],
+)
+def test_a_bad_line_is_named_and_the_others_run_with_keep_going(
+    common: list[str], tmp_path: Path, line: str, words: list[str]
+) -> None:
+    prompts = write_lines(tmp_path / "in.jsonl", '"a"', line, '"b"')
+    assert_one_error(xinfer(*common, "--prompts", prompts), 2, *words)
+    result = xinfer(*common, "--prompts", prompts, "--keep-going", "--json")
+    assert result.returncode == 0
+    assert [json.loads(out)["prompt"] for out in result.stdout.splitlines()] == ["a", "b"]
+    assert "left out" in result.stderr
+    assert all(word in result.stderr for word in words)
+
+
+def test_repeated_prompts_and_samples_are_printed_under_their_names(common: list[str]) -> None:
+    out = xinfer(*common, "-p", "a", "-p", "b", "--n", "2", "-t", "1.2", "--seed", "1").stdout
+    headings = [line for line in out.splitlines() if line.startswith("==>")]
+    assert sorted(headings) == [f"==> prompt {p}, sample {s} <==" for p in (1, 2) for s in (1, 2)]
+
+
+def test_the_same_seed_gives_the_same_text_on_either_sampler(common: list[str]) -> None:
+    args = [*common, "-p", "a", "-t", "0.9", "--top-k", "40", "--top-p", "0.9", "--seed", "7", "--json"]
+    device, cpu = (json.loads(xinfer(*args, "--sampler", where).stdout) for where in ("device", "cpu"))
+    assert device["token_ids"] == cpu["token_ids"]
+    assert device["seed"] == 7
+    assert device["metrics"]["bytes_read_per_token"] == 4
+
+
+def test_logprobs_are_in_the_json_and_shown_as_a_table(common: list[str]) -> None:
+    args = [*common, "-p", "hello", "--raw", "--logprobs", "2", "--prompt-logprobs"]
+    record = json.loads(xinfer(*args, "--json").stdout)
+    assert len(record["logprobs"]) == 6
+    assert len(record["prompt_logprobs"]) == record["prompt_tokens"] - 1
+    first = record["logprobs"][0]
+    assert first["logprob"] <= 0
+    assert first["rank"] == 1
+    assert [len(entry["top"]) for entry in record["logprobs"]] == [2] * 6
+    assert len(re.findall(r"rank \d+", xinfer(*args).stderr)) == 5 + record["prompt_tokens"]
+
+
+def test_the_speed_report_says_ttft_tpot_pp_and_tg(common: list[str]) -> None:
+    lines = xinfer(*common, "-p", "a", "--speed-report").stderr.splitlines()
+    for beginning in ("TTFT: ", "TPOT: mean ", "PP: ", "TG: "):
+        assert any(line.startswith(beginning) for line in lines)
+    assert TIMING.match(lines[-1])
+
+
+def test_recommended_values_are_used_and_shown(tiny_model: Path, common: list[str]) -> None:
+    config = tiny_model / "generation_config.json"
+    before = config.read_text() if config.exists() else None
+    config.write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}))
+    try:
+        result = xinfer(*common, "-p", "a", "--recommended", "-v")
+    finally:
+        config.unlink() if before is None else config.write_text(before)
+    assert "recommended: temperature 0.7, top_k 20, top_p 0.8" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--top-k", "-1"], ["top_k", "-1"]),
+        (["--temperature", "nan"], ["temperature"]),
+        (["--logit-bias", "x"], ["--logit-bias", "42=-1.5"]),
+        (["--logit-bias", "999999=1"], ["999999"]),
+        (["--stop-token-id", "999999"], ["999999"]),
+        (["--sampler-order", "top-q"], ["top_q"]),
+        (["-t", "1", "--sampler-order", "top-k", "--top-p", "0.5"], ["top_p"]),
+        (["--logprobs", "99"], ["logprobs", "99"]),
+        (["--min-new-tokens", "9"], ["min_new_tokens"]),
+        (["--penalty-window", "0", "--presence-penalty", "1"], ["penalty_window"]),
+        (["--output", "/no/such/folder/x"], ["/no/such/folder/x"]),
+        (["--prompts", "/no/such/file"], ["exclude each other"]),
+    ],
+)
+def test_bad_options_are_one_clear_line(common: list[str], args: list[str], words: list[str]) -> None:
+    assert_one_error(xinfer(*common, "-p", "a", *args), 2, *words)
