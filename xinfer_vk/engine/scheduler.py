@@ -61,10 +61,10 @@ class Scheduler:
         batch = self._batch()
         if batch:
             self._run(batch)
-        ended += [g for g in self._running if g.finish_reason is not None]
-        for generation in ended:
+        done = [g for g in self._running if g.finish_reason is not None]
+        for generation in done:
             self._release(generation)
-        return ended
+        return ended + done
 
     def abandon(self) -> None:
         """End everything now; what there is stays in the generations."""
@@ -79,6 +79,7 @@ class Scheduler:
         ended = [g for g in [*self._running, *self._waiting] if g.stop_event.is_set()]
         for generation in ended:
             generation.finish("interrupted")
+            self._release(generation)
         self._waiting = deque(g for g in self._waiting if g.finish_reason is None)
         return ended
 
