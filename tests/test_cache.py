@@ -98,7 +98,9 @@ def test_a_context_whose_layer_cannot_be_bound_names_one_that_can() -> None:
         KVCache(runtime, layers=1, kv_heads=2, head_dim=8, kv_dtype="f32", capacity=65)
 
 
-@pytest.mark.parametrize(("kv_dtype", "head_dim", "message"), [("q3", 8, "q3"), ("f16", 7, "head dim 7 is odd")])
+@pytest.mark.parametrize(
+    ("kv_dtype", "head_dim", "message"), [("q3", 8, "q3"), ("f16", 7, "head dim 7 is odd")]
+)
 def test_what_cannot_be_stored_is_refused_by_name(kv_dtype: str, head_dim: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_cache(kv_dtype=kv_dtype, head_dim=head_dim)

@@ -1,8 +1,8 @@
 """Language-model inference on any Vulkan GPU.
 
-    from xinfer_vk import LLM
-    llm = LLM("smollm2-135m")
-    print(llm.generate("What is the capital of France?").text)
+from xinfer_vk import LLM
+llm = LLM("smollm2-135m")
+print(llm.generate("What is the capital of France?").text)
 """
 
 from __future__ import annotations

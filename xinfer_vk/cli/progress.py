@@ -56,6 +56,13 @@ class ProgressBar:
         self._bar.start()
         self._task = self._bar.add_task(self._stage, total=total)
 
+    def tell(self, message: str) -> None:
+        """Print a line to standard error, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False)
+        else:
+            print(message, file=sys.stderr)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -64,5 +71,7 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
