@@ -13,6 +13,8 @@ from xinfer_vk.errors import XinferError
 
 COMMANDS = {
     "generate": "Generate text from a prompt.",
+    "perplexity": "Tell how well a model predicts a text.",
+    "compare-decoding": "Show side by side what ways of choosing tokens make of a prompt.",
     "devices": "List the Vulkan devices and what they can do.",
     "pull": "Download a model.",
     "selftest": "Check every kernel on a device against its NumPy reference.",
@@ -21,7 +23,8 @@ INTERRUPTED = 130  # 128 + SIGINT
 
 
 class LazyGroup(click.Group):
-    """Imports ``xinfer_vk.cli.<name>`` when its command is wanted, so that ``--help`` is instant."""
+    """Imports ``xinfer_vk.cli.<name>``, with underscores for dashes, when its command is wanted, so that
+    ``--help`` is instant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -29,7 +32,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"xinfer_vk.cli.{cmd_name}").command
+        module = importlib.import_module(f"xinfer_vk.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -18,7 +18,8 @@ from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.sample import SampleBuffers, logprobs, sample
 from xinfer_vk.kernels.sample_layout import NAN_TOKEN, NO_TOKEN
 from xinfer_vk.plan import Buffer, BufferKind, Runtime, Step
-from xinfer_vk.sampling.logprobs import TokenLogprobs, from_parts
+from xinfer_vk.sampling.logprobs import TokenLogprobs, from_parts, target_logprobs
+from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.program import RowParams, pack_row
 
 __all__ = ["NAN_TOKEN", "NO_TOKEN", "DeviceSampler", "RowParams", "SamplerVariant", "check_tokens"]
@@ -74,7 +75,8 @@ class DeviceSampler:
         records, lists = [], []
         first = self.max_rows * lay.ROW_WORDS
         for row in rows:
-            assert row.history is not None or not row.params.has_penalties, "penalties need a history"
+            alone = row.target is not None or not row.params.has_penalties
+            assert alone or row.history is not None, "penalties need a history"
             assert row.history is None or row.history < self.slots, row.history
             row.params.check_vocabulary(self.vocabulary)
             record, entries = pack_row(row, self.buffers.geometry, first)
@@ -95,6 +97,15 @@ class DeviceSampler:
         self._written = rows
         self._variant = _variant_of(np.stack(records)) if records else SamplerVariant()
         return self._variant
+
+    def write_targets(self, targets: Sequence[int] | np.ndarray) -> None:
+        """Say that each of the next batch's rows wants the log-probability of a token of a text, and no
+        more: :meth:`write_params` for many rows that differ in their target only."""
+        row = RowParams(SamplingParams(logprobs=0), target=0)
+        records = np.tile(pack_row(row, self.buffers.geometry, 0)[0], (len(targets), 1))
+        records[:, lay.ROW_TARGET] = targets
+        self._written = ()
+        self.runtime.write(self.buffers.parameters, 0, records.reshape(-1))
 
     def write_history(self, slot: int, tokens: Sequence[int] | np.ndarray, start: int = 0) -> None:
         """Put a sequence's tokens from position ``start`` on into the history, for penalties."""
@@ -152,6 +163,15 @@ class DeviceSampler:
             words[pairs][::2],
             floats[pairs][1::2],
         )
+
+    def read_targets(self, rows: int) -> np.ndarray:
+        """Log-probabilities of the first ``rows`` rows' tokens after a run, ``float64 [rows]``, in one read
+        of 188 bytes a row. NaN where the logits hold NaN or no token is possible."""
+        words = self.runtime.read(self._logprobs, 0, rows * lay.LOGPROB_WORDS).reshape(rows, -1)
+        floats = words.view(np.float32)
+        logit, largest = floats[:, lay.LOGPROB_LOGIT], floats[:, lay.LOGPROB_LARGEST]
+        low, high = words[:, lay.LOGPROB_SUM], words[:, lay.LOGPROB_SUM + 1]
+        return target_logprobs(logit, largest, low | high.astype(np.uint64) << np.uint64(32))
 
     def logprobs_bytes(self, row: int) -> int:
         """Bytes that :meth:`read_logprobs` brings back for a row."""

@@ -65,3 +65,12 @@ def from_parts(
     return TokenLogprobs(
         token, logprob(logit), rank, tuple((int(t), logprob(float(x))) for t, x in zip(tokens, logits))
     )
+
+
+def target_logprobs(logits: np.ndarray, largest: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """The log-probabilities of many tokens, one of each row: :func:`from_parts` without the most likely
+    ones. ``float64 [rows]``; NaN where a row's logits hold NaN or are all -inf."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log_totals = np.log(totals.astype(np.float64)) - WEIGHT_BITS * math.log(2)
+        below = np.where(logits == largest, 0.0, logits.astype(np.float64) - largest)
+        return np.where(np.isnan(logits) | (totals == 0), np.nan, below - log_totals)

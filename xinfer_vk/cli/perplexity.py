@@ -1,0 +1,209 @@
+"""``xinfer-vk perplexity``: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.errors import UsageError
+
+if TYPE_CHECKING:
+    from xinfer_vk.engine.llm import LLM
+    from xinfer_vk.engine.perplexity import Perplexity
+
+INTERRUPTED = 130
+
+
+def read_text(file: str | None) -> str:
+    """The text of a file, or of standard input when none is named, as it is.
+
+    Raises :class:`UsageError` for a file that cannot be read or is not UTF-8, and for no text at all.
+    """
+    where = "standard input" if file in (None, "-") else str(file)
+    try:
+        if where == "standard input":
+            if sys.stdin is None or sys.stdin.isatty():
+                raise UsageError("no text: give --file FILE, or text on standard input")
+            data = sys.stdin.buffer.read()
+        else:
+            data = Path(where).read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the text from {where}: {error.strerror or error}") from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the text from {where} is not UTF-8 (byte {error.start}): convert it") from error
+    if not text.strip():
+        raise UsageError(f"the text from {where} is empty: perplexity needs at least 2 tokens")
+    return text
+
+
+@click.command("perplexity")
+@click.option(
+    "--model",
+    "-m",
+    default="smollm2-135m",
+    show_default=True,
+    help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
+)
+@click.option("--file", "-f", type=click.Path(), help="The text. [default: standard input]")
+@click.option(
+    "--context",
+    "-c",
+    type=int,
+    help="Tokens of a window. [default: 512, or what the model was made for if that is less]",
+)
+@click.option(
+    "--stride",
+    "-s",
+    type=int,
+    help="A window begins every so many tokens and scores that many; what is before them in the window is "
+    "context. [default: half the context]",
+)
+@click.option(
+    "--convention",
+    type=click.Choice(["huggingface", "llama.cpp"]),
+    default="huggingface",
+    show_default=True,
+    help="Sliding windows, or windows side by side that score their second half.",
+)
+@click.option(
+    "--bos/--no-bos",
+    default=None,
+    help="Begin with the begin-of-sequence token. [default: if the model was trained with it]",
+)
+@click.option("--max-tokens", "-n", type=int, help="Only so many tokens from the beginning of the text.")
+@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["f16", "f32"]),
+    default="f16",
+    show_default=True,
+    help="Number format of the KV cache.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
+@click.option("--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more at the end.")
+def command(
+    model: str,
+    file: str | None,
+    context: int | None,
+    stride: int | None,
+    convention: Any,
+    bos: bool | None,
+    max_tokens: int | None,
+    device: str | None,
+    kv_dtype: str,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Tell how well a model predicts a text: its perplexity, and the standard error.
+
+    The lower the better; 1 is certainty, the size of the vocabulary is guessing. Figures can be
+    compared only for the same text, tokenizer, context, stride and convention (docs/perplexity.md).
+    Ctrl-C stops early and gives the figure for what was read (exit code 130).
+    """
+    from xinfer_vk.cli.generate import interruptible
+    from xinfer_vk.cli.report import describe
+    from xinfer_vk.engine.perplexity import Windowing, check_max_tokens
+
+    Windowing.of(context, stride, convention)  # a mistake is told before anything is loaded
+    check_max_tokens(max_tokens)
+    text = read_text(file)
+    stop = threading.Event()
+
+    with ProgressBar(enabled=False if quiet else None) as progress:
+        from xinfer_vk.engine.llm import LLM
+
+        with LLM(model, device=device, kv_dtype=kv_dtype, progress=progress) as llm:
+            if not quiet:
+                for notice in llm.notices:
+                    click.echo(notice, err=True)
+            if verbose:
+                click.echo(describe(llm), err=True)
+
+            def tell(scored: int, total: int, so_far: float) -> None:
+                progress.tell(f"{scored:>{len(str(total))}} of {total} tokens: {so_far:.4f}")
+
+            with interruptible(stop.set):
+                result = llm.perplexity(
+                    text,
+                    context=context,
+                    stride=stride,
+                    convention=convention,
+                    bos=bos,
+                    max_tokens=max_tokens,
+                    stop_event=stop,
+                    on_estimate=tell if verbose else None,
+                )
+            progress.close()
+            if as_json:
+                click.echo(json.dumps(as_record(llm, result), ensure_ascii=False))
+            elif result.tokens:
+                click.echo(result_line(result))
+            if verbose:
+                click.echo(describe_result(result), err=True)
+    if not result.complete:
+        if not quiet:
+            click.echo(f"interrupted after {result.tokens} tokens", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
+
+
+def result_line(result: Perplexity) -> str:
+    """``perplexity: 12.345 ± 0.062 (4095 tokens, 310 tok/s)``"""
+    from xinfer_vk.engine.metrics import format_rate
+
+    return f"perplexity: {result} ({result.tokens} tokens, {format_rate(result.rate)} tok/s)"
+
+
+def describe_result(result: Perplexity) -> str:
+    from xinfer_vk.engine.metrics import format_seconds
+
+    w = result.windowing
+    stride = f", stride {w.stride}" if w.convention == "huggingface" else ""
+    bos = "with" if result.bos else "without"
+    return (
+        f"{result.windows} windows of {w.context} tokens{stride}, {w.convention} convention, "
+        f"{bos} begin-of-sequence token\n"
+        f"{result.bits_per_byte:.4f} bits per byte; {result.tokens_run} tokens run in "
+        f"{format_seconds(result.seconds)}"
+    )
+
+
+def as_record(llm: LLM, result: Perplexity) -> dict[str, Any]:
+    """What ``--json`` prints. What is no number (the error of one token) is null."""
+    w = result.windowing
+    return {
+        "model": llm.name,
+        "device": llm.runtime.profile.name,
+        "driver": llm.runtime.driver,
+        "dtype": llm.dtype,
+        "kv_dtype": llm.kv_dtype,
+        "perplexity": number(result.perplexity),
+        "standard_error": number(result.standard_error),
+        "nll": number(result.nll),
+        "bits_per_byte": number(result.bits_per_byte),
+        "tokens": result.tokens,
+        "text_tokens": len(result.token_ids),
+        "context": w.context,
+        "stride": w.stride,
+        "convention": w.convention,
+        "bos": result.bos,
+        "windows": result.windows,
+        "tokens_run": result.tokens_run,
+        "seconds": result.seconds,
+        "tok_per_s": result.rate,
+        "complete": result.complete,
+    }
+
+
+def number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
