@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from xinfer_vk.vulkan.runtime import open_runtime
 from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.hub import resolve_model
 from xinfer_vk.weights.source import ModelSource, open_model
+
+if TYPE_CHECKING:
+    from xinfer_vk.engine.session import ChatSession, OnFull
 
 __all__ = ["LLM", "GenerationResult", "GenerationStream", "SamplingParams"]
 
@@ -159,10 +162,7 @@ class LLM:
         ids = self._prompt_ids(prompt, system, raw)
         generation = self._generation(ids, params, started, stop_event or threading.Event())
         generation.want_prompt_logprobs = prompt_logprobs
-        runner = self._runner_for(generation.needs_capacity)
-        scheduler = Scheduler(runner, self.sampler, self._stage("prefill"))
-        self._read_before = runner.bytes_read
-        return GenerationStream(scheduler, generation, self._complete)
+        return self._stream_on(self._runner_for(generation.needs_capacity), generation)
 
     def generate(
         self,
@@ -238,6 +238,36 @@ class LLM:
         finally:
             scheduler.abandon()
         return [generation.result() for generation in generations]
+
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        on_full: OnFull = "drop-oldest",
+        messages: Sequence[Mapping[str, Any]] = (),
+        **fields: Any,
+    ) -> ChatSession:
+        """A conversation, which keeps what it has read in the KV cache from turn to turn.
+
+            session = llm.chat(system="You are terse.", temperature=0.7)
+            for piece in session.send("What is Vulkan?"):
+                print(piece, end="", flush=True)
+
+        :class:`~xinfer_vk.engine.session.ChatSession` says what the arguments mean; ``fields`` are
+        fields of ``params``. Raises :class:`UsageError` for a model without a chat template.
+        """
+        from xinfer_vk.engine.session import ChatSession
+
+        return ChatSession(
+            self,
+            system=system,
+            params=self._params(params, fields),
+            context=context,
+            on_full=on_full,
+            messages=messages,
+        )
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits after every token of a text: ``float32 [len(token_ids), vocabulary]``."""
@@ -329,6 +359,11 @@ class LLM:
             started=started,
             stop_event=stop_event,
         )
+
+    def _stream_on(self, runner: ModelRunner, generation: Generation) -> GenerationStream:
+        scheduler = Scheduler(runner, self.sampler, self._stage("prefill"))
+        self._read_before = runner.bytes_read
+        return GenerationStream(scheduler, generation, self._complete)
 
     def _runner_for(self, tokens: int, sequences: int = 1, total: int | None = None) -> ModelRunner:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice

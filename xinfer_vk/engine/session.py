@@ -1,0 +1,436 @@
+"""A conversation over the KV cache: each turn prefills only what the cache does not have yet.
+
+The cache is a memory of *tokens*, the history one of *messages*, and the chat template leads from one to the
+other. A turn renders the whole conversation, encodes it, and compares the tokens with those in the cache:
+the common beginning stays, the rest is cut off and the new tokens are run. So the cache never decides what
+the model reads, it only saves work. Going back, changing a message or the system text, and templates that
+rewrite earlier turns all come down to a shorter common beginning. An answer's own tokens are reused
+too, up to the first place where the tokenizer would cut its text differently than the model wrote it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+from xinfer_vk.cache import CachedSequence, KVCache
+from xinfer_vk.engine.generation import Generation, GenerationResult
+from xinfer_vk.errors import UsageError
+from xinfer_vk.fields import quoted
+from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.text.chat import encode_chat
+
+if TYPE_CHECKING:
+    from xinfer_vk.engine.llm import LLM
+
+OnFull = Literal["drop-oldest", "refuse"]
+
+DEFAULT_CONTEXT = 4096  # tokens, where neither the session nor the LLM says how many
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message and its answer, which may be cut short."""
+
+    user: str
+    assistant: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the cache holds of the conversation: ``tokens`` at the positions 0, 1, 2 … of ``sequence``."""
+
+    cache: KVCache
+    sequence: CachedSequence
+    tokens: list[int]
+
+
+class ChatSession:
+    """A conversation with a model; :meth:`LLM.chat <xinfer_vk.engine.llm.LLM.chat>` makes one.
+
+    ``system``: the system text; None leaves it to the template. ``params``: how answers are made, unless a
+    call says otherwise. ``context``: tokens the conversation may take; None is the LLM's, or else 4096 or
+    what the model was made for. ``on_full``: what happens when a message does not fit any more.
+    ``messages``: a conversation to go on with.
+
+    A message fits when it leaves room for an answer: ``max_new_tokens``, or a quarter of the context if
+    that is less. Else "drop-oldest" leaves the oldest turns out of what the model reads, until half of
+    the context is free (so that this does not happen at every turn), and keeps the system text and the
+    messages themselves; "refuse" raises :class:`UsageError` and changes nothing.
+
+    Between turns the cache is the session's as long as nothing else runs on the LLM and needs the room.
+    One thread at a time, except for ``cancel`` and ``stop_event``. Raises :class:`UsageError` for a model
+    without a chat template and for bad arguments.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        on_full: OnFull = "drop-oldest",
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        if not llm.instruct:
+            raise UsageError(
+                f"{llm.name} has no chat template, so it cannot chat: use an instruct model, "
+                "or xinfer-vk generate"
+            )
+        if on_full not in get_args(OnFull):
+            raise UsageError(f"on_full is {on_full!r}: it is {' or '.join(get_args(OnFull))}")
+        room = llm.context or llm.config.max_position
+        if context is not None and not 1 <= context <= room:
+            raise UsageError(f"context is {context}: it must be between 1 and {room}")
+        self.llm, self.on_full = llm, on_full
+        self.context: int = context or llm.context or min(DEFAULT_CONTEXT, room)
+        self._params = params or SamplingParams()
+        self._params.check_vocabulary(llm.config.vocab_size)
+        self._system: str | None = None
+        self._turns: list[Turn] = []
+        self._dropped = 0  # of the oldest turns, those that the model does not read any more
+        self._unanswered: str | None = None  # the last message, if it was stopped before an answer began
+        self._fill: int | None = 0
+        self._kept: Kept | None = None
+        self._current: ChatStream | None = None
+        self.messages = messages
+        if system is not None:
+            self.system = system
+
+    # -- what there is ------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The whole conversation, dropped turns included: ``{"role": …, "content": …}`` each, a system
+        text first if there is one, then user and assistant in turn. Can be set; :class:`UsageError` if
+        it is anything else."""
+        return self._messages(self._turns)
+
+    @messages.setter
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        system, turns = read_messages(messages)
+        self._stop_current()
+        self._system, self._turns, self._dropped = system, turns, 0
+        self._changed()
+
+    @property
+    def system(self) -> str | None:
+        """The system text. Setting it keeps the conversation, which is read anew at the next turn."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._stop_current()
+        self._system = text
+        self._changed()
+
+    @property
+    def params(self) -> SamplingParams:
+        """How answers are made. Can be set."""
+        return self._params
+
+    @params.setter
+    def params(self, params: SamplingParams) -> None:
+        params.check_vocabulary(self.llm.config.vocab_size)
+        self._params = params
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Messages and their answers, the oldest first."""
+        return tuple(self._turns)
+
+    @property
+    def dropped_turns(self) -> int:
+        """How many of the oldest turns the model does not read any more."""
+        return self._dropped
+
+    @property
+    def unanswered(self) -> str | None:
+        """The last message, if it was stopped before its answer began. It is not part of the conversation;
+        :meth:`retry` sends it again."""
+        return self._unanswered
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that the conversation takes, as far as the model reads it; 0 before the first turn."""
+        if self._fill is None:
+            turns = self._turns[self._dropped :]
+            self._fill = len(self._encode(self._messages(turns), False)) if turns else 0
+        return self._fill
+
+    # -- turns --------------------------------------------------------------------------------
+
+    def send(
+        self,
+        text: str,
+        params: SamplingParams | None = None,
+        *,
+        stop_event: threading.Event | None = None,
+        **fields: Any,
+    ) -> ChatStream:
+        """Say something; the answer comes as an iterator over pieces of text.
+
+        ``fields`` are fields of SamplingParams, over ``params`` or the session's. The turn enters the
+        conversation when its stream ends, however it ends: an answer that was interrupted stays as far as
+        it came. A stream that was left unfinished ends at the next call. Raises :class:`UsageError` for
+        an empty message, a bad parameter, and a message that does not fit.
+        """
+        self._stop_current()
+        return self._answer(self._turns, text, params, stop_event, fields)
+
+    def retry(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        stop_event: threading.Event | None = None,
+        **fields: Any,
+    ) -> ChatStream:
+        """Answer the last message anew, as :meth:`send`. The answer before stays until there is another."""
+        self._stop_current()
+        return self.edit(self._last_message("answer again"), params, stop_event=stop_event, **fields)
+
+    def edit(
+        self,
+        text: str,
+        params: SamplingParams | None = None,
+        *,
+        stop_event: threading.Event | None = None,
+        **fields: Any,
+    ) -> ChatStream:
+        """Say something else instead of the last message, as :meth:`send`."""
+        self._stop_current()
+        self._last_message("change")
+        turns = self._turns if self._unanswered is not None else self._turns[:-1]
+        return self._answer(turns, text, params, stop_event, fields)
+
+    def undo(self) -> str:
+        """Take the last message and its answer back; returns the message."""
+        self._stop_current()
+        text = self._last_message("take back")
+        if self._unanswered is None:
+            self._turns = self._turns[:-1]
+            if self._dropped >= len(self._turns):
+                self._dropped = 0  # nothing is left that the model would read: begin with all of it
+        self._changed()
+        return text
+
+    def reset(self) -> None:
+        """Forget the conversation; the system text stays."""
+        self._stop_current()
+        self._turns, self._dropped = [], 0
+        self._changed()
+
+    def close(self) -> None:
+        """Give the cache's room back. The conversation stays, and can go on."""
+        self._stop_current()
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.cache.take_back(kept.sequence):
+            kept.cache.close(kept.sequence)
+
+    # -- a turn, step by step -----------------------------------------------------------------
+
+    def _answer(
+        self,
+        turns: list[Turn],
+        text: str,
+        params: SamplingParams | None,
+        stop_event: threading.Event | None,
+        fields: dict[str, Any],
+    ) -> ChatStream:
+        started = time.perf_counter()
+        if not text.strip():
+            raise UsageError("the message is empty: write something")
+        params = (params or self._params).replace(**fields)
+        params.check_vocabulary(self.llm.config.vocab_size)
+        ids, dropped = self._fit(turns, text, params)
+        room = self.context - len(ids)
+        if params.max_new_tokens > room:
+            params = params.replace(max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
+        generation = self.llm._generation(ids, params, started, stop_event or threading.Event())
+        generation.keep_sequence = True
+        self._current = ChatStream(self, generation, turns, text, dropped)
+        return self._current
+
+    def _fit(self, turns: list[Turn], text: str, params: SamplingParams) -> tuple[list[int], int]:
+        """Token ids of the conversation with a new message, and how many turns had to be left out."""
+
+        def prompt(dropped: int) -> list[int]:
+            said = self._messages(turns[dropped:])
+            return self._encode([*said, {"role": "user", "content": text}], True)
+
+        dropped = min(self._dropped, len(turns))
+        ids = prompt(dropped)
+        answer = min(params.max_new_tokens, max(1, self.context // 4))
+        most = self.context - answer
+        if len(ids) <= most:
+            return ids, dropped
+        if self.on_full == "refuse" and dropped < len(turns):
+            raise UsageError(
+                f"the context is full: with this message the conversation is {len(ids)} tokens, and "
+                f"{answer} of the {self.context} are kept for the answer; start a new conversation, take "
+                "turns back, or use a larger --context or --on-full drop-oldest"
+            )
+        choices = range(dropped, len(turns) + 1)
+        for target in (min(self.context // 2, most), most):
+            found = bisect_left(choices, True, key=lambda n: len(prompt(n)) <= target)
+            if found < len(choices):
+                return prompt(choices[found]), choices[found]
+        raise UsageError(
+            f"the message is too long: it takes {len(prompt(len(turns)))} tokens by itself, and the context "
+            f"of {self.context} has room for {most} beside the answer: shorten it, or use a larger --context"
+        )
+
+    def _begin(self, stream: ChatStream) -> Iterator[str]:
+        """Take the cache, cut it back to what is common, and run. Ends in :meth:`_ended`."""
+        if self._current is not stream:
+            raise UsageError("the conversation has gone on since this stream was made: send again")
+        llm, generation = self.llm, stream._generation
+        cache, intact = None, False
+        try:
+            runner = llm._runner_for(max(self.context, generation.needs_capacity))
+            cache = runner.cache
+            self._take(cache, generation)
+            yield from llm._stream_on(runner, generation)
+            intact = True
+        except GeneratorExit:  # closed between two steps
+            intact = True
+            raise
+        finally:
+            self._ended(stream, cache, intact)
+
+    def _take(self, cache: KVCache, generation: Generation) -> None:
+        """The conversation's sequence, as far as it begins like the prompt; at least the prompt's last
+        token must run, because its logits are wanted."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.cache is not cache or not cache.take_back(kept.sequence):
+            generation.sequence = cache.open()
+            return
+        generation.sequence, ids = kept.sequence, generation.prompt_ids
+        generation.fed = min(common_prefix(kept.tokens, ids), len(ids) - 1)
+        cache.truncate(kept.sequence, generation.fed)
+
+    def _ended(self, stream: ChatStream, cache: KVCache | None, intact: bool) -> None:
+        """Keep the tokens for the next turn, and the turn in the conversation. After an error the cache is
+        not trusted (it may hold NaN), but what was said is kept all the same."""
+        generation, self._current = stream._generation, None
+        sequence, generation.sequence = generation.sequence, None
+        if cache is not None and sequence is not None:
+            if intact:
+                cache.park(sequence)
+                self._kept = Kept(cache, sequence, generation.tokens[: sequence.length])
+            else:
+                cache.close(sequence)
+        text = generation.result().text
+        if text or generation.finish_reason in ("stop", "length"):
+            self._turns, self._dropped = [*stream._turns, Turn(stream._text, text)], stream._dropped
+            self._changed()
+        else:
+            self._unanswered = stream._text
+
+    def _stop_current(self) -> None:
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    def _changed(self) -> None:
+        self._unanswered, self._fill = None, None
+
+    def _last_message(self, purpose: str) -> str:
+        if self._unanswered is not None:
+            return self._unanswered
+        if not self._turns:
+            raise UsageError(f"there is no message to {purpose}: the conversation is empty")
+        return self._turns[-1].user
+
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        for turn in turns:
+            messages.append({"role": "user", "content": turn.user})
+            messages.append({"role": "assistant", "content": turn.assistant})
+        return messages
+
+    def _encode(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> list[int]:
+        return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages, add_generation_prompt)
+
+
+class ChatStream:
+    """An answer under way. Iterate to get text as it is made, whole characters only; :attr:`result` is
+    there afterwards."""
+
+    def __init__(
+        self, session: ChatSession, generation: Generation, turns: list[Turn], text: str, dropped: int
+    ) -> None:
+        self._session, self._generation = session, generation
+        self._turns, self._text, self._dropped = turns, text, dropped
+        self.newly_dropped = max(0, dropped - session.dropped_turns)
+        self._iterator = session._begin(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._iterator)
+
+    def cancel(self) -> None:
+        """End the answer after the step under way; safe from another thread or a signal handler."""
+        self._generation.stop_event.set()
+
+    def close(self) -> None:
+        """End the answer here. One that was never begun leaves no trace."""
+        try:
+            cast(Any, self._iterator).close()
+        except ValueError:
+            raise UsageError("an answer is under way in another thread: cancel it first") from None
+
+    @property
+    def result(self) -> GenerationResult:
+        """The whole answer; runs what is left of it first. ``metrics.reused_tokens`` of its prompt were in
+        the cache, ``metrics.prefilled_tokens`` were run."""
+        for _ in self:
+            pass
+        return self.partial_result
+
+    @property
+    def partial_result(self) -> GenerationResult:
+        """What there is so far, without running anything."""
+        return self._generation.result()
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many elements two sequences have in common from the beginning."""
+    for i, (left, right) in enumerate(zip(a, b)):
+        if left != right:
+            return i
+    return min(len(a), len(b))
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[Turn]]:
+    """The system text and the turns of a conversation, checked: a system message or none, then user and
+    assistant in turn. Raises :class:`UsageError`, which numbers messages from 1."""
+    texts: list[tuple[str, str]] = []
+    for i, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise UsageError(f"message {i} is {quoted(message)}: it must have a role and a content")
+        role, content = message["role"], message["content"]
+        if role not in ("system", "user", "assistant"):
+            raise UsageError(f"message {i} has the role {quoted(role)}: it is system, user or assistant")
+        if not isinstance(content, str):
+            raise UsageError(f"message {i} has the content {quoted(content)}: it must be text")
+        texts.append((role, content))
+    system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
+    first = 1 if system is None else 2  # the number of the first user message
+    for i, (role, content) in enumerate(texts):
+        wanted = "assistant" if i % 2 else "user"
+        if role != wanted:
+            raise UsageError(f"message {first + i} is of the role {role}: {wanted} was expected")
+        if role == "user" and not content.strip():
+            raise UsageError(f"message {first + i} is empty: a user must say something")
+    if len(texts) % 2:
+        raise UsageError(f"message {first + len(texts) - 1}, the last one, has no answer")
+    answers = iter(texts)
+    return system, [Turn(user[1], assistant[1]) for user, assistant in zip(answers, answers)]
