@@ -73,6 +73,8 @@ def _attention(
 
 
 PREFILL = ((0, 33), (40, 7), (31, 1), (0, 1), (63, 2))  # chunks that begin and end anywhere
+# Octets whose rows see different numbers of tokens, the last of which ends a run of four.
+AT_FOURTHS = ((30, 6), (62, 2))
 DECODE = ((0, 1), (31, 1), (32, 1), (257, 1), (64, 1))
 
 
@@ -118,6 +120,7 @@ def _cases() -> list[Case]:
     for what, sequences, rows in (("prefill", PREFILL, 48), ("decode", DECODE, 8)):
         build = _attention("f32", 3, 1, 64, sequences, rows, query_scale=30.0, rising=True)
         cases += kernel_cases("attention", f"{what}, scores up to 1000, f32", build, LARGE)
+    for what, sequences, rows in (("prefill", PREFILL + AT_FOURTHS, 64), ("decode", AT_FOURTHS, 8)):
         build = _attention("f16", 3, 1, 64, sequences, rows, nan_at_last=True)
         name = f"{what}, NaN in the last token of each sequence, f16"
         views = {"partials": "any"}  # max(x, NaN) is x or NaN, by device; what is joined is NaN either way

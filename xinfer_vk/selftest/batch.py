@@ -1,7 +1,8 @@
 """A ragged batch as the engine makes it: the state buffer, block tables, and a filled KV cache.
 
-Everything that a kernel must not look at holds garbage: rows beyond those in use, table entries beyond
-a sequence's blocks, cache slots nobody has written.
+What a kernel must not look at holds what an earlier, larger step may have left there, so that a kernel
+that looks does harm: rows beyond those in use name tokens, slots and tiles that exist, table entries
+beyond a sequence's blocks name a free block, and cache slots nobody has written hold NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from xinfer_vk.kernels.base import ceil_div
 from xinfer_vk.plan import Buffer, BufferKind
 from xinfer_vk.selftest.case import HALF_NANS, POISON, Bench
 
-GARBAGE = 0xDEADBEEF
 SPARE_BLOCKS = 2  # free ones
 
 
@@ -55,9 +55,15 @@ class Batch:
 
     def state(self, token_ids: np.ndarray | None = None) -> np.ndarray:
         """The state buffer's words."""
-        words = np.full(st.state_words(len(self.sequences), self.table_stride), GARBAGE, np.uint32)
+        words = np.zeros(st.state_words(len(self.sequences), self.table_stride), np.uint32)
+        tables = self.tables()
+        free = int(np.setdiff1d(np.arange(self.blocks), np.concatenate(tables))[0])
+        words[st.POSITION : st.POSITION + st.MAX_TOKENS] = self.max_context - 1
+        words[st.SLOT : st.SLOT + st.MAX_TOKENS] = free * st.BLOCK_TOKENS + 5
+        words[st.TILE_COUNT : st.TILE_COUNT + st.MAX_TOKENS] = 1
+        words[st.BLOCK_TABLE :] = free
         row = tiles = 0
-        for i, ((past, new), table) in enumerate(zip(self.sequences, self.tables())):
+        for i, ((past, new), table) in enumerate(zip(self.sequences, tables)):
             at = st.BLOCK_TABLE + i * self.table_stride
             words[at : at + len(table)] = table
             positions = np.arange(past, past + new)

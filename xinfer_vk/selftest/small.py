@@ -75,7 +75,9 @@ def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch) -> Build:
         rng = np.random.default_rng(head_dim)
         stride = heads * head_dim + 7
         x = bench.filled("x", np.full(3 + batch.rows * stride, np.nan, np.float32))
-        bench.write(x, 3, _rows(rng, batch.tokens, heads * head_dim, stride))
+        bench.write(
+            x, 3, _rows(rng, batch.rows, heads * head_dim, stride)
+        )  # unused rows must stay as they are
         inv_freq = 10000.0 ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
         table = bench.buffer("table", 5 + batch.max_context * rotary_dim, BufferKind.WEIGHTS)
         bench.write(table, 5, rope_table(inv_freq, batch.max_context))
