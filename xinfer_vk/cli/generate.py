@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.interrupt import interruptible
 from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, read_prompts
 from xinfer_vk.cli.options import params_from_options, sampling_options
 from xinfer_vk.cli.progress import ProgressBar
@@ -268,21 +266,6 @@ class Batch:
         line = self.lines[result.prompt]
         own = {} if line.id is None else {"id": line.id}
         return {**own, "prompt": line.prompt, **as_record(self.llm, result)}
-
-
-@contextlib.contextmanager
-def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls ``cancel``, which ends the work after the step under way; a second one ends it at once."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        cancel()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResult:

@@ -13,6 +13,7 @@ from xinfer_vk.errors import XinferError
 
 COMMANDS = {
     "generate": "Generate text from a prompt.",
+    "chat": "Chat with a model in the terminal.",
     "perplexity": "Tell how well a model predicts a text.",
     "compare-decoding": "Show side by side what ways of choosing tokens make of a prompt.",
     "devices": "List the Vulkan devices and what they can do.",

@@ -1,0 +1,180 @@
+"""``xinfer-vk chat``: a conversation in the terminal, or over pipes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xinfer_vk.cli.options import params_from_options, sampling_options
+from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.errors import XinferError
+
+if TYPE_CHECKING:
+    from xinfer_vk.cli.chat_commands import Chat
+    from xinfer_vk.cli.chat_input import LineEditor
+    from xinfer_vk.engine.session import ChatSession
+
+INTERRUPTED = 130
+DEFAULT_MAX_NEW_TOKENS = 512
+
+
+@click.command("chat")
+@click.option(
+    "--model",
+    "-m",
+    default="smollm2-135m",
+    show_default=True,
+    help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
+)
+@click.option("--system", "-s", help="System text. [default: the chat template's own]")
+@click.option(
+    "--max-new-tokens",
+    "-n",
+    type=click.IntRange(min=1),
+    default=DEFAULT_MAX_NEW_TOKENS,
+    show_default=True,
+    help="Tokens of an answer at most.",
+)
+@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["f16", "f32"]),
+    default="f16",
+    show_default=True,
+    help="Number format of the KV cache.",
+)
+@click.option(
+    "--context",
+    "-c",
+    type=click.IntRange(min=1),
+    help="Tokens a conversation may take. [default: 4096, or what the model was made for]",
+)
+@click.option(
+    "--on-full",
+    type=click.Choice(["drop-oldest", "refuse"]),
+    default="drop-oldest",
+    show_default=True,
+    help="When the context is full: leave out the oldest turns, or refuse the message.",
+)
+@click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
+@sampling_options
+@click.option("--no-history", is_flag=True, help="Do not keep what is typed in a history file.")
+@click.option("--quiet", "-q", is_flag=True, help="No notices.")
+@click.option("--verbose", "-v", is_flag=True, help="Tell load time, and each answer's cost.")
+def command(
+    model: str,
+    system: str | None,
+    max_new_tokens: int,
+    device: str | None,
+    kv_dtype: str,
+    context: int | None,
+    on_full: str,
+    ignore_eos: bool,
+    no_history: bool,
+    quiet: bool,
+    verbose: bool,
+    sampler: str,
+    **options: Any,
+) -> None:
+    """Chat with a model.
+
+    In a terminal: /help lists the commands, Ctrl-C stops the answer, Ctrl-D quits. With pipes: one message
+    a line on standard input (a backslash at its end continues it), answers on standard output, all else
+    on standard error; the first error ends it. A line that begins with / is a command in both.
+    """
+    fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    params_from_options({**options, "recommended": False}, **fields)  # a mistake is told before loading
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+    with ProgressBar(enabled=False if quiet else None) as progress:
+        from xinfer_vk.cli.chat_commands import Chat
+        from xinfer_vk.cli.chat_view import PlainView, TerminalView
+        from xinfer_vk.engine.llm import LLM
+
+        with LLM(
+            model, device=device, kv_dtype=kv_dtype, context=context, sampler=sampler, progress=progress  # type: ignore[arg-type]
+        ) as llm:  # fmt: skip
+            params = params_from_options(options, llm.generation_config, **fields)
+            session = llm.chat(system=system, params=params, on_full=on_full)  # type: ignore[arg-type]
+            view = TerminalView(quiet=quiet) if terminal else PlainView(quiet=quiet)
+            for notice in llm.notices:
+                view.notice(notice)
+            if verbose:
+                from xinfer_vk.cli.report import describe
+
+                view.notice(describe(llm))
+            chat = Chat(session, view, verbose=verbose, draft=terminal)
+            if not terminal:
+                from xinfer_vk.cli.chat_input import plain_lines
+
+                converse(chat, plain_lines())
+                return
+            from xinfer_vk.cli.chat_input import LineEditor, history_file
+
+            view.notice(greeting(session))
+            talk(chat, LineEditor(chat.toolbar, None if no_history else history_file()))
+
+
+def greeting(session: ChatSession) -> str:
+    llm = session.llm
+    return (
+        f"{llm.name} on {llm.runtime.profile.name}, a context of {session.context} tokens. "
+        "/help lists commands, Ctrl-C stops an answer, Ctrl-D quits."
+    )
+
+
+def talk(chat: Chat, editor: LineEditor) -> None:
+    """A conversation in the terminal, until the user leaves. Whatever goes wrong with a line is shown,
+    and the conversation goes on."""
+    from xinfer_vk.cli.chat_commands import Quit
+
+    leaving = False  # whether the last thing was Ctrl-C in an empty line
+    while True:
+        try:
+            draft, chat.draft = chat.draft, ""
+            line = editor.read(draft)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if leaving:
+                return
+            leaving, chat.editing = True, False
+            chat.view.notice("Ctrl-C again quits, and so does Ctrl-D")
+            continue
+        leaving = False
+        try:
+            chat.handle(line)
+        except Quit:
+            return
+        except KeyboardInterrupt:
+            chat.view.notice("(stopped)")
+        except XinferError as error:
+            chat.view.error(str(error))
+        except Exception as error:
+            if os.environ.get("XINFER_VK_DEBUG"):
+                raise
+            text = " ".join(str(error).split()) or "no message"
+            chat.view.error(f"unexpected {type(error).__name__}: {text} (this is a bug; /save still works)")
+
+
+def converse(chat: Chat, lines: Iterable[tuple[int, str]]) -> None:
+    """A conversation over pipes, until they end. The first error ends it too, with the number of its line,
+    and so does Ctrl-C, after it has stopped the answer."""
+    from xinfer_vk.cli.chat_commands import Quit
+
+    for number, line in lines:
+        try:
+            chat.handle(line)
+        except Quit:
+            return
+        except XinferError as error:
+            error.args = (f"line {number}: {error}",)
+            raise
+        if chat.interrupted:
+            raise click.exceptions.Exit(INTERRUPTED)

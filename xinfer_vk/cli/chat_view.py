@@ -1,0 +1,118 @@
+"""What a chat shows: answers on standard output as they are made, all else on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Control characters but newline and tab, as the pictures of them: a model must not steer the terminal.
+PICTURES = {
+    **{c: 0x2400 + c for c in range(0x20) if c not in (0x09, 0x0A)},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+
+Rows = Sequence[tuple[str, str]]
+
+
+class View(Protocol):
+    """Where a chat's output goes."""
+
+    def piece(self, text: str) -> None:
+        """A piece of an answer."""
+
+    def end_answer(self) -> None:
+        """The answer is over."""
+
+    def notice(self, text: str) -> None:
+        """Something the user should know."""
+
+    def error(self, text: str) -> None:
+        """Something that was not done."""
+
+    def table(self, rows: Rows) -> None:
+        """Names and what they are."""
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal would obey."""
+    return text.translate(PICTURES)
+
+
+class PlainView:
+    """For pipes: answers as they are, each ended by a newline; notices as plain lines."""
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False) -> None:
+        self._out, self._err, self._quiet = out or sys.stdout, err or sys.stderr, quiet
+
+    def piece(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+    def end_answer(self) -> None:
+        self.piece("\n")
+
+    def notice(self, text: str) -> None:
+        if not self._quiet:
+            self._tell(text)
+
+    def error(self, text: str) -> None:
+        self._tell(f"error: {text}")
+
+    def table(self, rows: Rows) -> None:
+        width = max(len(name) for name, _ in rows)
+        for name, text in rows:
+            self._tell(f"{name:<{width}}  {text}")
+
+    def _tell(self, text: str) -> None:
+        self._err.write(text + "\n")
+        self._err.flush()
+
+
+class TerminalView:
+    """For people: answers as plain text, and notices in colours that set them apart."""
+
+    def __init__(
+        self, out: TextIO | None = None, console: Console | None = None, quiet: bool = False
+    ) -> None:
+        from rich.console import Console
+
+        self._out, self._quiet = out or sys.stdout, quiet
+        self._console = console or Console(stderr=True, highlight=False)
+        self._at_start = True  # of a line
+
+    def piece(self, text: str) -> None:
+        if text:
+            self._out.write(printable(text))
+            self._out.flush()
+            self._at_start = text.endswith("\n")
+
+    def end_answer(self) -> None:
+        self._out.write("\n" if self._at_start else "\n\n")
+        self._out.flush()
+        self._at_start = True
+
+    def notice(self, text: str) -> None:
+        if not self._quiet:
+            self._tell(text, "dim")
+
+    def error(self, text: str) -> None:
+        self._tell(f"error: {text}", "red")
+
+    def table(self, rows: Rows) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        for name, text in rows:
+            table.add_row(Text(printable(name), style="bold"), Text(printable(text), style="dim"))
+        self._console.print(table)
+
+    def _tell(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(printable(text), style=style))
