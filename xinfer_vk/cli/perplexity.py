@@ -90,7 +90,9 @@ def read_text(file: str | None) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more at the end.")
+@click.option(
+    "--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more at the end."
+)
 def command(
     model: str,
     file: str | None,
@@ -111,7 +113,7 @@ def command(
     compared only for the same text, tokenizer, context, stride and convention (docs/perplexity.md).
     Ctrl-C stops early and gives the figure for what was read (exit code 130).
     """
-    from xinfer_vk.cli.generate import interruptible
+    from xinfer_vk.cli.interrupt import interruptible
     from xinfer_vk.cli.report import describe
     from xinfer_vk.engine.perplexity import Windowing, check_max_tokens
 
