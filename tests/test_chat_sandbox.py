@@ -14,6 +14,11 @@ from xinfer_vk.text.budget import MIN_BUDGET, Budget
 from xinfer_vk.text.chat import ChatTemplate
 
 
+def turns(work: str) -> str:
+    lists = "{% set r = range(99999) %}{% set a = r | list %}{% set b = r | list %}"
+    return lists + "{% for i in r %}" + work + "{% endfor %}"
+
+
 def grow(start: str, step: str, end: str = "ns.x") -> str:
     loop = "{% for i in range(99) %}{% set ns.x = " + step + " %}{% endfor %}"
     return "{% set ns = namespace(x=" + start + ") %}" + loop + "{{ " + end + " }}"
@@ -22,9 +27,11 @@ def grow(start: str, step: str, end: str = "ns.x") -> str:
 HOSTILE = {
     "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "a loop that skips all": "{% for i in range(99999) if range(99999) | list | length == 0 %}{% endfor %}",
-    "loops that do nothing": (
-        "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
-    ),
+    "loops that do nothing": turns("{% for j in r %}{% endfor %}"),
+    "loops that skip without a look": turns("{% for j in r if none %}{% endfor %}"),
+    "a filter in every turn": turns("{{ r | max }}"),
+    "a comparison in every turn": turns("{{ r | list == a }}"),
+    "a comparison of what is there": turns("{{ a == b }}"),
     "a search in every turn": "{{ range(99999) | select('in', range(99999) | list) | list | length }}",
     "sorting in every turn": "{% for i in range(9999) %}{{ range(99999) | sort | length }}{% endfor %}",
     "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -44,8 +51,10 @@ HOSTILE = {
     "objects of objects": grow("{}", "{'a': ns.x, 'b': ns.x}", "ns.x | tojson"),
     "batches of batches": grow("[1]", "[ns.x] | batch(9, ns.x) | list"),
     "numbers squared": grow("10", "ns.x * ns.x"),
-    "a text times a lot": "{{ 'x' * 10000000000 }}",
-    "a list times a lot": "{{ 10000000000 * [1] }}",
+    "a text times a lot": "{{ 'x' * 2000000000 }}",
+    "a list times a lot": "{{ 200000000 * [1] }}",
+    "a replacement": "{{ ('x' * 20000).replace('x', 'y' * 99999) }}",
+    "a separator": "{{ ('x' * 99999).join(range(20000) | map('string')) }}",
     "a power": "{{ 10 ** 10000000 }}",
     "a width in %": "{{ '%10000000000d' % 1 }}",
     "a width for %*d": "{{ '%*d' % (1000000000, 1) }}",

@@ -276,6 +276,16 @@ def test_tokens_are_found_by_name_and_number() -> None:
         assert tokenizer.decode([-1, PADDED, 2**31, 2**40]) == "", "ids that do not exist are nothing"
 
 
+def test_an_added_token_is_its_own_text() -> None:
+    """Whatever its characters would mean in the byte alphabet."""
+    tokens = metadata("qwen2")
+    tokens[TOKENS][COUNT], tokens[TYPES][COUNT] = "<é Ġ>", CONTROL
+    tokenizer = tokenizer_from_gguf(tokens, "x")
+    assert tokenizer.encode("<é Ġ>", parse_special=True) == [COUNT]
+    assert tokenizer.token_bytes(COUNT) == "<é Ġ>".encode()
+    assert tokenizer.decode([COUNT], skip_special=False) == "<é Ġ>"
+
+
 def test_named_tokens_are_known_to_templates() -> None:
     assert gguf("smollm").special_texts == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     assert hf("llama2").special_texts == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
