@@ -90,9 +90,7 @@ def read_text(file: str | None) -> str:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
-@click.option(
-    "--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more at the end."
-)
+@click.option("--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more.")
 def command(
     model: str,
     file: str | None,

@@ -33,6 +33,7 @@ from xinfer_vk.weights.hub import resolve_model
 from xinfer_vk.weights.source import ModelSource, open_model
 
 if TYPE_CHECKING:
+    from xinfer_vk.engine.perplexity import Convention, Perplexity
     from xinfer_vk.engine.session import ChatSession, OnFull
 
 __all__ = ["LLM", "GenerationResult", "GenerationStream", "SamplingParams"]
@@ -197,11 +198,13 @@ class LLM:
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
         on_result: Callable[[GenerationResult], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
         **fields: Any,
     ) -> list[GenerationResult]:
-        """Generate from several prompts as one ragged batch, ``n`` samples of each, which share the
-        prompt's KV blocks. ``params`` may be one for each prompt. ``on_result`` is called with each result
-        as it ends; the list is in the order of the prompts, samples of a prompt together.
+        """Generate from several prompts as one ragged batch, ``n`` samples of each. Samples of a prompt,
+        and prompts that are the same, share KV blocks. ``params`` may be one for each prompt.
+        ``on_result`` is called with each result as it ends, ``on_step`` after each step with the number of
+        tokens made so far; the list is in the order of the prompts, samples of a prompt together.
         """
         started = time.perf_counter()
         if n < 1:
@@ -216,9 +219,13 @@ class LLM:
             each = [self._params(p, fields) for p in params]
         event = stop_event or threading.Event()
         generations: list[Generation] = []
+        first_with: dict[tuple[int, ...], Generation] = {}  # by its prompt
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
             leader = self._generation(self._prompt_ids(prompt, system, raw), chosen, started, event)
             leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
+            if not prompt_logprobs:  # those need every prompt token to be run
+                other = first_with.setdefault(tuple(leader.prompt_ids), leader)
+                leader.leader = None if other is leader else other
             generations.append(leader)
             for sample in range(1, n):
                 generations.append(sibling(leader, sample, StreamDecoder(self.tokenizer)))
@@ -235,6 +242,8 @@ class LLM:
                     self._complete(ended, scheduler)
                     if on_result is not None:
                         on_result(ended.result())
+                if on_step is not None:
+                    on_step(scheduler.tokens_chosen)
         finally:
             scheduler.abandon()
         return [generation.result() for generation in generations]
@@ -267,6 +276,48 @@ class LLM:
             context=context,
             on_full=on_full,
             messages=messages,
+        )
+
+    def perplexity(
+        self,
+        text: str | Sequence[int],
+        *,
+        context: int | None = None,
+        stride: int | None = None,
+        convention: Convention = "huggingface",
+        bos: bool | None = None,
+        max_tokens: int | None = None,
+        stop_event: threading.Event | None = None,
+        on_estimate: Callable[[int, int, float], None] | None = None,
+    ) -> Perplexity:
+        """How well the model predicts a text, or token ids: ``exp`` of their mean negative log-likelihood.
+
+        ``context``: tokens of a window, 512 unless given. ``convention``: "huggingface" slides the window by
+        ``stride`` tokens (half a window unless given), each scores what is new in it; "llama.cpp" puts
+        windows side by side, each scores its second half (docs/perplexity.md). ``bos``: begin with the
+        begin-of-sequence token; None does so for a text if the model was trained with it. In a text, what
+        spells a special token stays text. ``max_tokens``: only so many from the beginning.
+
+        Setting ``stop_event`` from another thread ends it within a step, with what was scored until then.
+        ``on_estimate`` is called after each window with tokens scored, tokens to score and the perplexity
+        so far. Runs in a KV cache of its own. Raises :class:`UsageError` for an empty text or one of fewer
+        than two tokens and for windows that cannot be, :class:`NumericError` on NaN.
+        """
+        from xinfer_vk.engine.perplexity import Windowing, evaluate
+
+        room = self.context or self.config.max_position
+        windowing = Windowing.of(context, stride, convention, room)
+        if windowing.context > room:
+            raise UsageError(f"context {context} is more than the {room} tokens there is room for: use less")
+        return evaluate(
+            self,
+            text,
+            windowing,
+            bos=bos,
+            max_tokens=max_tokens,
+            progress=self._stage("scoring"),
+            stop_event=stop_event,
+            on_estimate=on_estimate,
         )
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:

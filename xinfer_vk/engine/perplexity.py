@@ -93,8 +93,8 @@ class Windowing:
             raise UsageError(f"stride is {self.stride}: it must be at least 1 token")
         if self.stride > self.context:
             raise UsageError(
-                f"stride is {self.stride}, and the context {self.context}: tokens between windows would be left "
-                f"out; use a stride of at most {self.context}"
+                f"stride is {self.stride} and context {self.context}: the tokens between two windows would be "
+                f"left out; use a stride of at most {self.context}"
             )
 
     def over(self, tokens: int) -> list[Window]:
@@ -106,8 +106,8 @@ class Windowing:
             ]
             if not windows:
                 raise UsageError(
-                    f"the text has {tokens} tokens, and llama.cpp's convention leaves out what is shorter than "
-                    f"a window of {self.context}: use a smaller context, or the huggingface convention"
+                    f"the text has {tokens} tokens, and llama.cpp's convention leaves out what is shorter "
+                    f"than a window of {self.context}: use a smaller context, or the huggingface convention"
                 )
             return windows
         windows, done = [], 1  # the first token of the text has nothing before it
@@ -333,9 +333,10 @@ class Scorer:
             runner.run([Chunk(sequence, piece, "all")], "logprobs")
             found = runner.sampler.read_targets(len(piece))
             if np.isnan(found).any():
+                which = target + int(np.isnan(found).argmax())
                 raise NumericError(
-                    f"the logits for token {target + int(np.isnan(found).argmax())} of the text hold NaN; run "
-                    "`xinfer-vk selftest` to check the device, and check the model's weights"
+                    f"the logits for token {which} of the text hold NaN; run `xinfer-vk selftest` to check "
+                    "the device, and check the model's weights"
                 )
             self.logprobs[targets] = found
             self.tokens_run += len(piece)
