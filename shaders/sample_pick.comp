@@ -100,7 +100,7 @@ void add_to_bin(uint bin, uvec2 weight, uint number) {
     const uint before = atomicAdd(s_low[bin], weight.x);
     const uint high = weight.y + (before + weight.x < before ? 1u : 0u);
     if (high != 0u) atomicAdd(s_high[bin], high);
-    atomicAdd(s_number[bin], number);
+    if (number != 0u) atomicAdd(s_number[bin], number);
 }
 
 void clear_bins() {
@@ -185,6 +185,11 @@ Cut select(uint order, uint measure, uvec2 amount, uvec2 whole, bool sums_known)
             end = start;
         }
 #endif
+#ifdef SOURCE_LIST
+        const bool counting = true;
+#else
+        const bool counting = !first_pass; // bins of a first pass over a vocabulary hold more than one token
+#endif
         uint bin = 0u, number = 0u;
         uvec2 sum = uvec2(0u);
         for (uint i = start + lane;; i += lanes) {
@@ -204,7 +209,7 @@ Cut select(uint order, uint measure, uvec2 amount, uvec2 whole, bool sums_known)
                 to = what >= MASS ? 0u : (value - range.x) >> shift;
             }
             if (to != bin) {
-                if (number != 0u) add_to_bin(bin, sum, number);
+                if (number != 0u) add_to_bin(bin, sum, counting ? number : 0u);
                 bin = to;
                 number = 0u;
                 sum = uvec2(0u);
@@ -375,9 +380,11 @@ void main() {
     bool going_on = top != NAN_KEY && top != EXCLUDED;
     uvec2 whole = uvec2(0u); // sum of all weights, where the list holds a part of them
 #ifdef SOURCE_LIST
-    // To begin with, the list holds the groups, and a selection finds how far the k-th is from the top.
-    bool listing = going_on;
+    // To begin with, the list holds the groups, each as its largest token, and a selection finds how far
+    // from the top the list of tokens has to reach.
+    bool listing = going_on, by_number = false;
     size = p.groups;
+    if ((mode & MODE_SUMS) != 0u) whole = uvec2(partials[partial + p.done + 1u], partials[partial + p.done + 2u]);
 #else
     const bool listing = false;
 #endif
@@ -411,9 +418,11 @@ void main() {
         }
 #ifdef SOURCE_LIST
         if (listing) {
-            if (stage == STAGE_TOP_P) amount.x = p.groups / 2u;
-            measure = NUMBER;
             going_on = true;
+            if (by_number) {
+                measure = NUMBER;
+                amount.x = p.groups / 2u;
+            }
             if (p.vocabulary <= LIST) {
                 selecting = false;
                 cut.near.y = FAR;
@@ -439,14 +448,17 @@ void main() {
         if (selecting) cut = select(order, measure, amount, stage == STAGE_TOP_P ? whole : uvec2(0u), sums_known);
 #ifdef SOURCE_LIST
         if (listing) {
-            if (!gather(cut.outcome == ALL_KEPT ? FAR : cut.near.y)) return;
-            listing = false;
-            scale = scale_at(record + ROW_SCALES);
-            if ((mode & MODE_SUMS) != 0u) whole = uvec2(partials[partial + p.done + 1u], partials[partial + p.done + 2u]);
+            // Where the groups' largest tokens alone do not hold p of the whole, half of the groups may.
+            if (cut.outcome == OUT_OF_REACH && !by_number) by_number = true;
+            else {
+                if (!gather(cut.outcome == ALL_KEPT ? FAR : cut.near.y)) return;
+                listing = false;
+                scale = scale_at(record + ROW_SCALES);
+            }
             continue;
         }
-        if (cut.outcome == OUT_OF_REACH && stage == STAGE_TOP_P) return;
-        if (stage == STAGE_TOP_P) whole = uvec2(0u);
+        if (cut.outcome == OUT_OF_REACH) return;
+        whole = uvec2(0u);
 #endif
         if (stage == STAGE_DRAW) token = cut.ids.x;
         else keep(cut, order);

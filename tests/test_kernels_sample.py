@@ -48,6 +48,7 @@ CHAINS: dict[str, dict] = {
     "wide-top-p": {"temperature": 1.3, "top_p": 0.9999},
     "min-p": {"temperature": 1.0, "min_p": 0.02},
     "typical": {"temperature": 0.9, "typical_p": 0.7},
+    "typical-then-min-p": {"temperature": 1.0, "typical_p": 0.3, "min_p": 0.4},
     "all": {"temperature": 0.9, "top_k": 200, "typical_p": 0.95, "top_p": 0.9, "min_p": 0.01},
     "warm-first": {
         "temperature": 1.5, "top_p": 0.9, "min_p": 0.03, "sampler_order": ("temperature", "top_p", "min_p"),
@@ -324,7 +325,10 @@ ADVERSARIAL_CHAINS = [
     {"temperature": 1.0, "typical_p": 0.5},
     {"temperature": 100.0, "typical_p": 0.9, "sampler_order": ("temperature", "typical")},
     {"temperature": 1e-6, "top_k": 300, "top_p": 0.9},
+    {"temperature": 1.0, "typical_p": 0.2, "min_p": 0.7},
     {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "top_p": 0.7},
+    {"repetition_penalty": 1.5, "logit_bias": {5: 1e-35, 6: -1e-35}},
+    {"temperature": 1.0, "repetition_penalty": 0.5, "top_k": 3},
 ]
 
 
@@ -339,6 +343,27 @@ def test_adversarial_rows_are_sampled_as_the_reference_does(bench, vocabulary):
         rows = [RowParams(SamplingParams(**fields), seed=i, sequence=n, history=0) for n in range(len(cases))]
         # the history is shared: it is read before any row adds to it at position 6
         box.check(logits, rows, [6] * len(rows), [history] * len(rows))
+
+
+def test_a_sum_that_falls_short_of_p_by_less_than_one_unit_takes_another_token(bench):
+    # three tokens and a p for which p times the sum of the weights is just above the first one's weight
+    rng = np.random.default_rng(12)
+    scale = arithmetic.Scale.of(1.0)
+    rows = -rng.uniform(0, 3, (100_000, 3)).astype(np.float32)
+    rows[:, 0] = 0.0
+    keys = arithmetic.keys_of(rows)
+    sums = arithmetic.weights(arithmetic.distances(keys, int(keys[0, 0]), scale), scale).sum(axis=1)
+    first = 1 << arithmetic.WEIGHT_BITS
+    parts = [-(-(first << 32) // int(total)) for total in sums]
+    short = (p * int(total) >> 32 == first and p * int(total) & 0xFFFFFFFF for p, total in zip(parts, sums))
+    found = next(i for i, falls_short in enumerate(short) if falls_short)
+    logits, part = rows[found], parts[found]
+    params = SamplingParams(temperature=1.0, top_p=part / 2**32)
+    assert len(sample(logits, params).kept) == 2
+    bench(3, 1).check(logits[None], [RowParams(params)], [1])
+    padded = np.full((1, 2000), -np.inf, np.float32)
+    padded[0, [3, 700, 1900]] = logits
+    bench(2000, 1).check(padded, [RowParams(params)], [1])
 
 
 def test_greedy_however_it_is_asked_for_is_what_argmax_gives(bench, runtime):
@@ -513,6 +538,8 @@ def test_banned_tokens_do_not_come(bench):
     box.check(logits, rows, [1] * 4)
     assert box.kept(4)[1] == [1498, 1499] and box.kept(4)[3] == [1497, 1498, 1499]
     assert box.run(logits, [RowParams(SamplingParams(), banned=tuple(range(2000)))]).tolist() == [NO_TOKEN]
+    beyond = RowParams(SamplingParams(), banned=(2000, 5000), end_tokens=(2001,), end_from=9)
+    box.check(logits[:1], [beyond], [1])
 
 
 def test_parameters_are_written_once_and_checked(bench):

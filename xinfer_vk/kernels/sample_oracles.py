@@ -159,40 +159,45 @@ def _listed(row: _Row, top: int) -> int:
     cooled = stages[:1] == [lay.STAGE_TEMPERATURE]
     first = (stages[1:] if cooled else stages)[:1]
     scale = row.scale(cooled)
-    wanted, farthest = int(row.words[lay.ROW_TOP_K]), FAR
-    if first == [lay.STAGE_TOP_P]:
-        wanted = p.groups // 2
-    if first == [lay.STAGE_MIN_P]:
-        wanted, farthest = 0, int(row.words[lay.ROW_MIN_P])
+    largest = row.partials[: p.groups][row.partials[: p.groups] != EXCLUDED]
+    groups = arithmetic.distances(largest, top, scale)
+    total = int(row.partials[p.done + 1 : p.done + 3].copy().view(np.uint64)[0])
+    needed = arithmetic.mass_needed(int(row.words[lay.ROW_TOP_P]), total)
     if p.vocabulary <= lay.LIST:
-        wanted, farthest = 0, FAR
-    if wanted:
-        largest = row.partials[: p.groups]
-        farthest = _distance_of(arithmetic.distances(largest[largest != EXCLUDED], top, scale), wanted)
+        farthest = FAR
+    elif first == [lay.STAGE_MIN_P]:
+        farthest = int(row.words[lay.ROW_MIN_P])
+    elif first == [lay.STAGE_TOP_P]:
+        groups_weights = arithmetic.weights(groups, scale)
+        if int(groups_weights.sum()) < needed:
+            farthest = _distance_of(groups, np.ones_like(groups_weights), p.groups // 2, FAR)
+        else:
+            farthest = _distance_of(groups, groups_weights, needed, scale.last)
+    else:
+        farthest = _distance_of(groups, np.ones(groups.size, np.uint64), int(row.words[lay.ROW_TOP_K]), FAR)
     listed = np.flatnonzero((row.keys != EXCLUDED) & (arithmetic.distances(row.keys, top, scale) <= farthest))
     if listed.size > lay.LIST:
         return 0
-    if row.mode & lay.MODE_SUMS:
-        sums = row.partials[p.groups : p.groups + 2 * p.chunks].copy().view(np.uint64)
-        needed = arithmetic.mass_needed(int(row.words[lay.ROW_TOP_P]), int(sums.sum()))
-        if int(textbook.row_weights(row.keys, listed, scale).sum()) < needed:
-            return 0
+    if row.mode & lay.MODE_SUMS and int(textbook.row_weights(row.keys, listed, scale).sum()) < needed:
+        return 0
     return int(listed.size)
 
 
-def _distance_of(near: np.ndarray, wanted: int) -> int:
-    """A distance within which there are ``wanted`` groups and no more: the end of the histogram bin in which
-    the kernel's selection finds the last of them alone."""
-    if near.size <= wanted:
+def _distance_of(groups: np.ndarray, weights: np.ndarray, needed: int, last: int) -> int:
+    """A distance within which groups have the needed weight and no more: the end of the histogram bin in
+    which the kernel's selection finds the last of them alone. :data:`FAR` if all are wanted by number."""
+    if last == FAR and groups.size <= needed:
         return FAR
-    low, high = 0, FAR
+    low, high = 0, last
     while low < high:
         shift = max((high - low).bit_length() - 8, 0)
-        before, bins = np.count_nonzero(near < low), near[(near >= low) & (near <= high)] - low >> shift
-        counts = np.bincount(bins)
-        found = int(np.searchsorted(before + np.cumsum(counts), wanted))
+        inside = (groups >= low) & (groups <= high)
+        bins = groups[inside] - low >> shift
+        sums = [int(weights[inside][bins == i].sum()) for i in range(int(bins.max()) + 1)]
+        reached = int(weights[groups < low].sum()) + np.cumsum(np.array(sums, np.uint64))
+        found = int(np.searchsorted(reached, np.uint64(needed)))
         low, high = low + (found << shift), min(high, low + (found + 1 << shift) - 1)
-        if counts[found] == 1:
+        if np.count_nonzero(bins == found) == 1:
             break
     return high
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -100,14 +101,26 @@ def farthest_of(min_p: float, temperature: float, scale: Scale) -> int:
 def pack_row(row: RowParams, geometry: Geometry, bias_first: int) -> tuple[np.ndarray, np.ndarray]:
     """The record of a row, ``uint32 [ROW_WORDS]``, and its bias entries, ``uint32 [n, BIAS_WORDS]``, which
     will be at word ``bias_first`` of the parameter buffer."""
-    params = row.params
-    record = np.zeros(lay.ROW_WORDS, np.uint32)
-    floats = record.view(np.float32)
+    record = pack_params(row.params, geometry).copy()
     record[lay.ROW_SEED : lay.ROW_SEED + 2] = row.seed & 0xFFFFFFFF, row.seed >> 32
     record[lay.ROW_SEQUENCE] = row.sequence
     if row.history is not None:
         record[lay.ROW_HISTORY] = row.history
         record[lay.ROW_FLAGS] = lay.FLAG_APPEND
+    if row.target is not None:
+        record[lay.ROW_TARGET] = row.target
+    entries = bias_entries(row, geometry.vocabulary)
+    if entries.size:
+        record[lay.ROW_BIAS_FIRST : lay.ROW_BIAS_COUNT + 1] = bias_first, len(entries)
+        record[lay.ROW_ADJUST] |= lay.ADJUST_BANS
+    return record, entries
+
+
+@lru_cache(maxsize=256)
+def pack_params(params: SamplingParams, geometry: Geometry) -> np.ndarray:
+    """The part of a record that all rows with these parameters share. Not to be written to."""
+    record = np.zeros(lay.ROW_WORDS, np.uint32)
+    floats = record.view(np.float32)
     window = params.penalty_window
     record[lay.ROW_WINDOW] = 0xFFFFFFFF if window < 0 else min(window, 0xFFFFFFFF)
     penalties = penalties_of(params)
@@ -115,37 +128,33 @@ def pack_row(row: RowParams, geometry: Geometry, bias_first: int) -> tuple[np.nd
     floats[lay.ROW_REPETITION_INVERSE] = penalties.repetition_inverse
     floats[lay.ROW_PRESENCE] = penalties.presence
     floats[lay.ROW_FREQUENCY] = penalties.frequency
-    entries = bias_entries(row)
-    record[lay.ROW_BIAS_FIRST], record[lay.ROW_BIAS_COUNT] = bias_first, len(entries)
     record[lay.ROW_TOP_K] = 1 if params.is_greedy else min(params.top_k, geometry.vocabulary)
     record[lay.ROW_TOP_P] = probability_word(min(params.top_p, 1.0))
     record[lay.ROW_TYPICAL_P] = probability_word(min(params.typical_p, 1.0))
+    record[lay.ROW_LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
+    record[lay.ROW_TARGET] = lay.SAMPLED
+
     temperature = 1.0 if params.is_greedy else params.temperature
     floats[lay.ROW_INVERSE_TEMPERATURE] = 1 / temperature
     for i, scale in enumerate((Scale.of(1.0), Scale.of(temperature))):
         at = lay.ROW_SCALES + i * lay.SCALE_WORDS
         floats[at] = scale.factor
         record[at + 1 : at + 3] = scale.multiplier, scale.last
+
     segments = segments_of(params.active_stages)
-    if len(entries):
-        segments[0].adjust |= lay.ADJUST_BANS
     if params.is_greedy:
         segments[-1].stages.append("top_k")
     for i, segment in enumerate(segments):
         record[lay.ROW_ADJUST + i] = segment.adjust
-        codes = [CODES[stage] for stage in segment.stages]
-        record[lay.ROW_STAGES + i] = sum(code << 4 * j for j, code in enumerate(codes))
+        record[lay.ROW_STAGES + i] = sum(CODES[stage] << 4 * j for j, stage in enumerate(segment.stages))
         if "min_p" in segment.stages:
             cooled = "temperature" in segment.stages[: segment.stages.index("min_p")]
-            farthest = farthest_of(
-                params.min_p, temperature if cooled else 1.0, Scale.of(temperature if cooled else 1.0)
-            )
-            record[lay.ROW_MIN_P] = farthest
+            at_temperature = temperature if cooled else 1.0
+            record[lay.ROW_MIN_P] = farthest_of(params.min_p, at_temperature, Scale.of(at_temperature))
     last = len(segments) - 1
     record[lay.ROW_MODE + last] = mode_of(segments[last], int(record[lay.ROW_TOP_K]), geometry)
-    record[lay.ROW_LOGPROBS] = 0 if params.logprobs is None else params.logprobs + 1
-    record[lay.ROW_TARGET] = lay.SAMPLED if row.target is None else row.target
-    return record, entries
+    record.flags.writeable = False
+    return record
 
 
 def mode_of(segment: Segment, k: int, geometry: Geometry) -> int:
@@ -165,14 +174,17 @@ def mode_of(segment: Segment, k: int, geometry: Geometry) -> int:
     return mode
 
 
-def bias_entries(row: RowParams) -> np.ndarray:
+def bias_entries(row: RowParams, vocabulary: int) -> np.ndarray:
     """(token, f32 bias, position before which it is banned) of every token that has one of these."""
     bias = row.params.logit_bias
     until = dict.fromkeys(row.end_tokens, row.end_from) if row.end_from > 0 else {}
     until.update(dict.fromkeys(row.banned, ALWAYS))
-    tokens = sorted({*bias, *until})
+    tokens = sorted(token for token in {*bias, *until} if token < vocabulary)
     entries = np.zeros((len(tokens), lay.BIAS_WORDS), np.uint32)
-    entries[:, 0] = tokens
-    entries[:, 1] = np.array([small_to_zero(bias.get(t, 0.0)) for t in tokens], np.float32).view(np.uint32)
-    entries[:, 2] = [until.get(t, 0) for t in tokens]
+    if tokens:
+        entries[:, 0] = tokens
+        entries[:, 1] = np.array([small_to_zero(bias.get(t, 0.0)) for t in tokens], np.float32).view(
+            np.uint32
+        )
+        entries[:, 2] = [until.get(t, 0) for t in tokens]
     return entries

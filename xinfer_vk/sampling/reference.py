@@ -94,9 +94,9 @@ def sample(
 
 
 def ban(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
-    """The same logits with -inf for some tokens."""
+    """The same logits with -inf for some tokens; those the vocabulary does not have are no matter."""
     out = logits.copy()
-    out[list(tokens)] = -np.inf
+    out[[token for token in tokens if token < out.size]] = -np.inf
     return out
 
 
