@@ -181,3 +181,9 @@ class TestDemoModel:
         assert first + out.strip()
         assert TIMING.match(err.splitlines()[-1]), err
         assert "Traceback" not in err
+
+    def test_a_lost_device_is_one_line_and_the_text_until_then_is_kept(self) -> None:
+        args = ["generate", "--model", self.model, "--prompt", "Write a poem about rain."]
+        result = xinfer(*args, XINFER_VK_INJECT="vkQueueSubmit:8:-4")  # VK_ERROR_DEVICE_LOST
+        assert_one_error(result, 1, "device was lost", "VK_ERROR_DEVICE_LOST")
+        assert len(result.stdout.split()) >= 3
