@@ -425,6 +425,16 @@ def test_a_shader_file_that_is_missing_is_told_with_the_remedy(fresh, tmp_path):
         fresh.prepare(plan)
 
 
+@pytest.mark.parametrize("content", [b"", b"not SPIR-V", b"\x03\x02\x23\x07\0"])
+def test_a_shader_file_that_is_no_spirv_never_reaches_the_driver(fresh, tmp_path, content):
+    plan, _, _ = chain(fresh)
+    (tmp_path / "manifest.json").write_text(json.dumps({"copy_words": {"file": "bad.spv"}}))
+    (tmp_path / "bad.spv").write_bytes(content)
+    fresh._programs._shaders = programs.ShaderLibrary(tmp_path)
+    with pytest.raises(DeviceError, match=r"bad\.spv is damaged.*build_shaders\.py"):
+        fresh.prepare(plan)
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [

@@ -20,6 +20,7 @@ from xinfer_vk.vulkan.guard import Guard
 from xinfer_vk.vulkan.memory import DeviceMemory
 
 SPIRV = Path(__file__).resolve().parent.parent / "spirv"
+SPIRV_MAGIC = (0x07230203).to_bytes(4, "little")
 REMEDY = "run `python build_shaders.py` in the source directory, or install the package again"
 
 _Key = tuple[str, tuple[tuple[str, int], ...], tuple[Buffer, ...], tuple[int, int, int], int]
@@ -44,9 +45,12 @@ class ShaderLibrary:
                 raise DeviceError(f"shader {name!r} was not compiled: {REMEDY}")
             file = self._folder / self._manifest[name]["file"]
             try:
-                self._code[name] = file.read_bytes()
+                code = file.read_bytes()
             except OSError as error:
                 raise DeviceError(f"cannot read {file}: {error.strerror}; {REMEDY}") from error
+            if len(code) % 4 or not code.startswith(SPIRV_MAGIC):  # drivers may crash on what is no SPIR-V
+                raise DeviceError(f"{file} is damaged: it holds no SPIR-V; {REMEDY}")
+            self._code[name] = code
         self._check(kernel, self._manifest[name])
         return self._code[name]
 
