@@ -93,8 +93,8 @@ class Windowing:
             raise UsageError(f"stride is {self.stride}: it must be at least 1 token")
         if self.stride > self.context:
             raise UsageError(
-                f"stride is {self.stride} and context {self.context}: the tokens between two windows would be "
-                f"left out; use a stride of at most {self.context}"
+                f"stride is {self.stride} and context {self.context}: the tokens between two windows would "
+                f"be left out; use a stride of at most {self.context}"
             )
 
     def over(self, tokens: int) -> list[Window]:
@@ -249,7 +249,8 @@ def text_ids(
         if bos:
             ids = [*tokenizer.encode("", parse_special=False, add_bos=True), *ids]
     if len(ids) < 2:
-        raise UsageError(f"the text has {len(ids)} token: perplexity needs at least 2 tokens")
+        tokens = "1 token" if ids else "no tokens"
+        raise UsageError(f"the text has {tokens}: perplexity needs at least 2")
     return ids[:max_tokens]
 
 
