@@ -1,13 +1,12 @@
 """A conversation over the KV cache: what is reused, that reuse changes nothing, and what stays in history.
 
-The models are tiny ones with random weights. ``WORDS`` biases one towards words that its tokenizer cuts as
-the model wrote them; without it such a model writes fragments that are cut differently, which is the
+The models are tiny ones with random weights. ``in_words`` biases one towards words that its tokenizer cuts
+as the model wrote them; without it such a model writes fragments that are cut differently, which is the
 harder case.
 """
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,26 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import tiny_config, write_hf_model
+from chat_model import in_words, words, write_chat_model
 
 from xinfer_vk import LLM
 from xinfer_vk.engine.runner import Chunk, ModelRunner
 from xinfer_vk.engine.session import ChatSession, ChatStream, common_prefix
 from xinfer_vk.errors import NumericError, UsageError
 
-TEXT = Path(__file__).parent / "fixtures" / "text"
 TOLERANCE = 1e-4  # log-probabilities, f32 cache: the same sums in another order
 CONTEXT = 256
-
-
-def write_chat_model(path: Path, template: str | None = None, seed: int = 3, **changes: Any) -> Path:
-    """A tiny model with a tokenizer and a chat template that its vocabulary has room for."""
-    write_hf_model(path, tiny_config("llama", vocab_size=656, **changes), seed=seed)
-    for file in (TEXT / "smollm").iterdir():
-        shutil.copy(file, path)
-    if template is not None:
-        (path / "chat_template.jinja").write_text(template)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -42,16 +30,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     path = write_chat_model(tmp_path_factory.mktemp("model") / "tiny")
     with LLM(path, device="numpy", kv_dtype="f32", context=CONTEXT) as opened:
         yield opened
-
-
-def words(llm: LLM) -> dict[int, float]:
-    """A bias towards tokens of a space and letters, which the tokenizer cuts as they are."""
-    texts = {i: llm.tokenizer.token_bytes(i) for i in range(llm.tokenizer.vocab_size)}
-    return {i: 100.0 for i, text in texts.items() if text[:1] == b" " and text[1:].isalpha()}
-
-
-def in_words(llm: LLM, **changes: Any) -> ChatSession:
-    return llm.chat(logit_bias=words(llm), max_new_tokens=8, **changes)
 
 
 @pytest.fixture

@@ -106,10 +106,12 @@ def command(
             for notice in llm.notices:
                 view.notice(notice)
             if verbose:
-                from xinfer_vk.cli.report import describe
+                from xinfer_vk.cli.report import describe, describe_recommended
 
                 view.notice(describe(llm))
-            chat = Chat(session, view, verbose=verbose, draft=terminal)
+                if options["recommended"]:
+                    view.notice(describe_recommended(params))
+            chat = Chat(session, view, verbose=verbose, draft=terminal, progress=progress)
             if not terminal:
                 from xinfer_vk.cli.chat_input import plain_lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from xinfer_vk.cli.chat_file import SavedChat, load_chat, save_chat
 from xinfer_vk.cli.chat_settings import settings_table, with_settings
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from xinfer_vk.cli.chat_view import View
     from xinfer_vk.engine.generation import GenerationResult
     from xinfer_vk.engine.session import ChatSession, ChatStream
+
+
+class Closable(Protocol):
+    """A progress bar, as far as it matters here."""
+
+    def close(self) -> None: ...
 
 
 class Quit(Exception):
@@ -35,13 +41,23 @@ class Command:
 
 class Chat:
     """A conversation and the commands that work on it. :meth:`handle` takes a line and shows what comes of
-    it; errors are raised, and leave the conversation as it was."""
+    it; errors are raised, and leave the conversation as it was.
+
+    ``verbose``: tell what each answer cost. ``draft``: whether there is an input line that :attr:`draft` can
+    be put into. ``progress``: a bar that is to be gone when an answer ends.
+    """
 
     def __init__(
-        self, session: ChatSession, view: View, *, verbose: bool = False, draft: bool = False
+        self,
+        session: ChatSession,
+        view: View,
+        *,
+        verbose: bool = False,
+        draft: bool = False,
+        progress: Closable | None = None,
     ) -> None:
-        self.session, self.view, self.verbose = session, view, verbose
-        self.can_draft = draft  # whether there is an input line that text can be put into
+        self.session, self.view, self.verbose, self._progress = session, view, verbose, progress
+        self.can_draft = draft
         self.draft = ""  # what the input line begins with next
         self.editing = False  # whether the next message replaces the last one
         self.interrupted = False  # whether the last answer was
@@ -71,12 +87,12 @@ class Chat:
             self._answer(self.session.send(text))
 
     def toolbar(self) -> str:
-        """The model, and how full the context is."""
+        """How full the context is, the model and the device."""
         session = self.session
-        return (
-            f" {session.llm.name} · {session.llm.runtime.profile.name} · context {fill(session)}"
-            f"{' · editing the last message' if self.editing else ''} · /help "
-        )
+        parts = [f"context {fill(session)}", session.llm.name, session.llm.runtime.profile.name]
+        if self.editing:
+            parts.insert(0, "changing the last message")
+        return " " + " · ".join(parts)
 
     def _answer(self, stream: ChatStream) -> None:
         """Run and show an answer. Ctrl-C ends it after the step under way, a second one at once."""
@@ -90,6 +106,8 @@ class Chat:
                 for piece in stream:
                     self.view.piece(piece)
         finally:
+            if self._progress is not None:
+                self._progress.close()
             self.interrupted = stream.partial_result.finish_reason == "interrupted"
             if not self.interrupted or stream.partial_result.text:
                 self.view.end_answer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,9 @@ def plain_lines(source: IO[bytes] | None = None) -> Iterator[tuple[int, str]]:
     """
     held: list[str] = []
     first = 1
-    for number, data in enumerate(source or sys.stdin.buffer, 1):
+    if source is None:
+        source = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
+    for number, data in enumerate(source, 1):
         try:
             line = data.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:

@@ -43,6 +43,11 @@ def printable(text: str) -> str:
     return text.translate(PICTURES)
 
 
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(printable(text) if stream.isatty() else text)
+    stream.flush()
+
+
 class PlainView:
     """For pipes: answers as they are, each ended by a newline; notices as plain lines."""
 
@@ -50,8 +55,7 @@ class PlainView:
         self._out, self._err, self._quiet = out or sys.stdout, err or sys.stderr, quiet
 
     def piece(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
+        _write(self._out, text)
 
     def end_answer(self) -> None:
         self.piece("\n")
@@ -69,8 +73,7 @@ class PlainView:
             self._tell(f"{name:<{width}}  {text}")
 
     def _tell(self, text: str) -> None:
-        self._err.write(text + "\n")
-        self._err.flush()
+        _write(self._err, text + "\n")
 
 
 class TerminalView:
