@@ -32,6 +32,9 @@ HOSTILE = {
     "a filter in every turn": turns("{{ r | max }}"),
     "a comparison in every turn": turns("{{ r | list == a }}"),
     "a comparison of what is there": turns("{{ a == b }}"),
+    "a comparison of lists in lists": turns("{{ p == q }}").replace(
+        "{% for", "{% set p = [a, a, a] %}{% set q = [b, b, b] %}{% for", 1
+    ),
     "a search in every turn": "{{ range(99999) | select('in', range(99999) | list) | list | length }}",
     "sorting in every turn": "{% for i in range(9999) %}{{ range(99999) | sort | length }}{% endfor %}",
     "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",

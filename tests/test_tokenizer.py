@@ -24,6 +24,7 @@ from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.text.byte_level import BYTE_OF_CHAR, CHAR_OF_BYTE, token_to_bytes
 from xinfer_vk.text.eos import eos_ids
 from xinfer_vk.text.gguf_tokenizer import tokenizer_from_gguf
+from xinfer_vk.text.guard import guarded
 from xinfer_vk.text.hf_tokenizer import tokenizer_from_directory
 from xinfer_vk.text.pretokenizers import BY_NAME
 from xinfer_vk.text.tokenizer import Tokenizer, load_tokenizer
@@ -279,11 +280,11 @@ def test_tokens_are_found_by_name_and_number() -> None:
 def test_an_added_token_is_its_own_text() -> None:
     """Whatever its characters would mean in the byte alphabet."""
     tokens = metadata("qwen2")
-    tokens[TOKENS][COUNT], tokens[TYPES][COUNT] = "<é Ġ>", CONTROL
+    tokens[TOKENS][COUNT], tokens[TYPES][COUNT] = "<éĠ>", CONTROL
     tokenizer = tokenizer_from_gguf(tokens, "x")
-    assert tokenizer.encode("<é Ġ>", parse_special=True) == [COUNT]
-    assert tokenizer.token_bytes(COUNT) == "<é Ġ>".encode()
-    assert tokenizer.decode([COUNT], skip_special=False) == "<é Ġ>"
+    assert tokenizer.encode("<éĠ>", parse_special=True) == [COUNT]
+    assert tokenizer.token_bytes(COUNT) == "<éĠ>".encode()
+    assert tokenizer.decode([COUNT], skip_special=False) == "<éĠ>"
 
 
 def test_named_tokens_are_known_to_templates() -> None:
@@ -356,6 +357,21 @@ def test_damaged_gguf_metadata_is_refused_by_key(change: dict[str, Any], message
     with pytest.raises(ModelError, match=message) as caught:
         tokenizer_from_gguf(values, "model.gguf")
     assert str(caught.value).startswith("model.gguf: ") and "\n" not in str(caught.value)
+
+
+def test_a_panic_of_the_library_is_an_error_and_an_interrupt_is_not() -> None:
+    class PanicException(BaseException):
+        """As PyO3 names it: not an Exception."""
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    with pytest.raises(ModelError, match="^where: what: index out of bounds$"):
+        guarded("where", "what", fail, PanicException("index out\nof bounds"))
+    with pytest.raises(ModelError, match="^where: what: unknown error$"):
+        guarded("where", "what", fail, ValueError())
+    with pytest.raises(KeyboardInterrupt):
+        guarded("where", "what", fail, KeyboardInterrupt())
 
 
 def test_a_token_that_occurs_twice_or_is_empty_is_refused() -> None:
