@@ -204,6 +204,17 @@ vec4 probabilities(float mine[SCORES], uint row, uint quad) {
 #endif
 }
 
+// The same of one token.
+float probability(float mine[SCORES], uint row, uint j) {
+#ifdef EXCHANGE_SUBGROUP
+    const float even = (j & 2u) == 0u ? mine[row * 4u] : mine[row * 4u + 2u];
+    const float odd = (j & 2u) == 0u ? mine[row * 4u + 1u] : mine[row * 4u + 3u];
+    return from_lane((j & 1u) == 0u ? even : odd, j / 4u);
+#else
+    return shared_p[(octet * ROWS + row) * P_QUADS + j / 4u][j % 4u];
+#endif
+}
+
 // sums[row] += Σ p[row][j] v[j]. `first`: position of the block's token 0; `seen_by_all` positions
 // are seen by every row, and none is seen from `end` on.
 void add_values(Rows rows, float mine[SCORES], uint at, int first, int seen_by_all, int end,
@@ -229,8 +240,7 @@ void add_values(Rows rows, float mine[SCORES], uint at, int first, int seen_by_a
             float v[MAX_LANE_DIMS];
             load_values(at + uint(j) * VECTOR_WORDS, c, lane, v);
             [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-                const vec4 w4 = probabilities(mine, r, uint(j) / 4u);
-                const float w = (j & 2) == 0 ? ((j & 1) == 0 ? w4.x : w4.y) : ((j & 1) == 0 ? w4.z : w4.w);
+                const float w = probability(mine, r, uint(j));
                 const bool sees = first + j < rows.seen[r];
                 [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
                     sums[(r * CHUNKS + c) * LANE_DIMS + d] += sees ? w * v[d] : 0.0;

@@ -127,7 +127,7 @@ def test_random_ragged_batches(runtime):
 @pytest.mark.parametrize("positions", [(0,), (31, 32, 2047), (4095, 0, 100, 700)])
 def test_splits_that_a_short_context_leaves_unused_do_not_matter(runtime, positions):
     """The plan is split for a context of 4096 whatever the sequences' lengths are."""
-    assert geometry(runtime.profile, 2, 1, 16, 4, 4096).splits > 1
+    assert geometry(runtime.profile, "f16", 2, 1, 16, 4, 4096).splits > 1
     got, want = attend(runtime, tuple((p, 1) for p in positions), 4, 2, 1, 16, context=4096)
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
@@ -189,7 +189,7 @@ def test_shared_memory_registers_and_groups_stay_within_what_every_device_has(si
         for heads, kv_heads in ((9, 3), (14, 2), (32, 8), (64, 8), (8, 8), (71, 1)):
             for head_dim in (32, 64, 80, 96, 128, 256):
                 for tokens in (1, 8, 16, 64, 512):
-                    g = geometry(P, heads, kv_heads, head_dim, tokens, 131072)
+                    g = geometry(P, "f16", heads, kv_heads, head_dim, tokens, 131072)
                     octets = g.row_octets * g.kv_octets
                     quads = g.rows * (g.row_octets * (-(-head_dim // 8) * 2 + 1) + octets * (9 + 2))
                     assert 16 * quads <= 16 << 10, "more than 16 KiB of shared memory"

@@ -72,14 +72,14 @@ def split_count(P: DeviceProfile, tokens: int, heads: int, max_context: int) -> 
 
 
 def geometry(
-    P: DeviceProfile, heads: int, kv_heads: int, head_dim: int, tokens: int, max_context: int
+    P: DeviceProfile, kv_dtype: str, heads: int, kv_heads: int, head_dim: int, tokens: int, max_context: int
 ) -> Geometry:
     """Registers decide ``rows``: a row has head_dim / 8 sums and 4 scores a lane. On CPU devices more
-    rows make more arithmetic of each load, and a longer compilation (0.1 s a row at head dim 64)."""
+    rows make more arithmetic of each load, and a longer compilation (0.1 s a row of f16 at head dim 64)."""
     group = heads // kv_heads
     single = per_token(P, tokens)
     if P.simd:
-        rows = max(1, min(6, 384 // head_dim))
+        rows = max(1, min(6, (384 if kv_dtype == "f16" else 256) // head_dim))
     elif single:
         rows = max(1, min(8, 512 // head_dim))
     else:
@@ -249,7 +249,7 @@ def attention(
         raise UsageError(f"{heads} query heads cannot share {kv_heads} KV heads: they must divide evenly")
     kv.vector_words(kv_dtype, head_dim)
     kv.check_region(k_offset, v_offset)
-    g = geometry(P, heads, kv_heads, head_dim, tokens, max_context)
+    g = geometry(P, kv_dtype, heads, kv_heads, head_dim, tokens, max_context)
     group = heads // kv_heads
     tile = 1 if g.per_token else query_tile(P, head_dim)
     row_groups = ceil_div(tile * group, g.rows * g.row_octets)
