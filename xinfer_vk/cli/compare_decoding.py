@@ -191,6 +191,7 @@ def as_record(
 def show(llm: LLM, decodings: Sequence[Decoding]) -> None:
     """Texts side by side, or one below the other on a narrow terminal, and the figures under them."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
@@ -199,6 +200,8 @@ def show(llm: LLM, decodings: Sequence[Decoding]) -> None:
     texts = [marked_text(llm, d.result.token_ids) for d in decodings]
     for part in side_by_side(decodings, texts) if beside else stacked(decodings, texts):
         console.print(part)
+    if console.color_system is not None and any(text.spans for text in texts):
+        console.print(Text.assemble(("Red", REPEATED), ": ends four tokens that came before in this order."))
     console.print(figures(decodings))
 
 

@@ -149,7 +149,7 @@ def command(
                 click.echo(json.dumps(as_record(llm, result), ensure_ascii=False))
             elif result.tokens:
                 click.echo(result_line(result))
-            if verbose:
+            if verbose and result.tokens:
                 click.echo(describe_result(result), err=True)
     if not result.complete:
         if not quiet:
