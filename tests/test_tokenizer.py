@@ -366,9 +366,9 @@ def test_a_panic_of_the_library_is_an_error_and_an_interrupt_is_not() -> None:
     def fail(error: BaseException) -> None:
         raise error
 
-    with pytest.raises(ModelError, match="^where: what: index out of bounds$"):
+    with pytest.raises(ModelError, match=r"^where: what: index out of bounds$"):
         guarded("where", "what", fail, PanicException("index out\nof bounds"))
-    with pytest.raises(ModelError, match="^where: what: unknown error$"):
+    with pytest.raises(ModelError, match=r"^where: what: unknown error$"):
         guarded("where", "what", fail, ValueError())
     with pytest.raises(KeyboardInterrupt):
         guarded("where", "what", fail, KeyboardInterrupt())
