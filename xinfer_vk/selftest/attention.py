@@ -11,6 +11,8 @@ from xinfer_vk.plan import DeviceProfile, Step
 from xinfer_vk.selftest.batch import Batch, filled_cache
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
 
+Sequences = tuple[tuple[int, int], ...]  # (tokens in the cache, new tokens) of each
+
 ATTENTION = Tolerance(
     1e-5, 2e-6, "means of normal numbers, weighted by exp of f32 dot products up to about 8"
 )
@@ -25,7 +27,7 @@ def _attention(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    sequences: tuple[tuple[int, int], ...],
+    sequences: Sequences,
     rows: int,
     *,
     max_context: int = 0,
@@ -72,10 +74,10 @@ def _attention(
     return build
 
 
-PREFILL = ((0, 33), (40, 7), (31, 1), (0, 1), (63, 2))  # chunks that begin and end anywhere
+PREFILL: Sequences = ((0, 33), (40, 7), (31, 1), (0, 1), (63, 2))  # chunks that begin and end anywhere
 # Octets whose rows see different numbers of tokens, the last of which ends a run of four.
-AT_FOURTHS = ((30, 6), (62, 2))
-DECODE = ((0, 1), (31, 1), (32, 1), (257, 1), (64, 1))
+AT_FOURTHS: Sequences = ((30, 6), (62, 2))
+DECODE: Sequences = ((0, 1), (31, 1), (32, 1), (257, 1), (64, 1))
 
 
 def _always(P: DeviceProfile) -> bool:
