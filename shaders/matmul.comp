@@ -7,7 +7,7 @@
 // memory. A weight is read and decoded once per TOKENS tokens, x once per 64 rows.
 //
 // Shared memory: W tile [32 columns][16 + 1 quads] of vec4, 8.5 KiB; x tile [32 columns][TOKENS + 1], at
-// most 8.1 KiB. Banks (4 bytes, 32 of them): in the product the 16 quads of a column are read in a
+// most 8.1 KiB (64 tokens); 32 tokens fit in the 16 KiB that every device has. Banks (4 bytes, 32 of them): in the product the 16 quads of a column are read in a
 // row, and the 2 or 4 tokens of a subgroup are broadcasts; the padding spreads the columns that the
 // decoding lanes write at once, and the 8 x 4 columns of the transposition.
 // Workgroups: x = ceil(rows / 64), y = ceil(tokens / TOKENS).

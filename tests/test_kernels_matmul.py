@@ -328,6 +328,15 @@ def test_what_cannot_be_computed_is_refused_by_name(changed: dict[str, Any], nam
         _linear(**changed)
 
 
+def test_tiles_fit_the_shared_memory_every_device_has() -> None:
+    small = replace(NumpyRuntime().profile, simd=False, max_shared_bytes=16384)
+    buffer = Buffer("all", 1 << 20, BufferKind.SCRATCH)
+    part, at = Part(buffer, 0, 0, 64), Ref(buffer)
+    (step,) = linear(small, "f16", [part], 64, at, 64, at, 64, 64, buffer, None, "store", "tokens")
+    assert dict(step.kernel.spec)["tokens"] == 32
+    assert step.groups == (1, 2, 1)
+
+
 def test_parts_do_not_wait_for_one_another() -> None:
     buffer = Buffer("w", 1 << 20, BufferKind.WEIGHTS)
     steps = _linear(parts=[Part(buffer, 0, 0, 8), Part(buffer, 4096, 8, 8), Part(buffer, 8192, 16, 8)])

@@ -40,7 +40,7 @@ SIMD_LANES, SIMD_ROWS, SIMD_TOKENS = 8, 32, 8
 MATVEC_LANES, MATVEC_ROWS, MATVEC_TOKENS = (64, 128, 256), 8, 8
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
 # matmul: a workgroup computes 64 rows of up to 64 tokens, each lane 4 rows of TILE / 16 tokens.
-TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)
+TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
 
 
 def silu(a: np.ndarray) -> np.ndarray:
@@ -99,6 +99,11 @@ def _up_to(tokens: int, sizes: Sequence[int]) -> int:
     return next((size for size in sizes if size >= tokens), sizes[-1])
 
 
+def _tile_bytes(tokens: int) -> int:
+    """Shared memory of a matmul workgroup: a tile of W and one of x, 32 columns each, rows padded by one."""
+    return 32 * ((TILE_ROWS // 4 + 1) * 16 + (tokens + 1) * 4)
+
+
 def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
     tile = _up_to(tokens, (1, 2, 4, SIMD_TOKENS))
     # A shuffle needs the 8 lanes of a workgroup in one subgroup.
@@ -118,8 +123,9 @@ def _matvec(
     return _kernel("matvec", fmt, "", spec), MATVEC_ROWS, tile
 
 
-def _matmul(fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
-    tile = _up_to(tokens, TILE_TOKENS)
+def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
+    fitting = [tile for tile in TILE_TOKENS if _tile_bytes(tile) <= profile.max_shared_bytes]
+    tile = _up_to(tokens, fitting)
     spec = (("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)))
     return _kernel("matmul", fmt, "", spec), TILE_ROWS, tile
 
@@ -162,7 +168,7 @@ def linear(
     elif tokens <= MATVEC_TOKENS:
         kernel, tile_rows, tile_tokens = _matvec(profile, fmt, cols, tokens, aligned)
     else:
-        kernel, tile_rows, tile_tokens = _matmul(fmt, tokens, aligned)
+        kernel, tile_rows, tile_tokens = _matmul(profile, fmt, tokens, aligned)
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue == "swiglu" and part.rows % 2):
