@@ -138,6 +138,17 @@ def test_the_cache_has_room_for_several_conversations_when_it_was_made_for_sever
     assert second.send("And now?").result.metrics.reused_tokens > 0
 
 
+def test_a_cache_that_was_replaced_gives_nothing_back(llm: LLM) -> None:
+    session = in_words(llm)
+    session.send("Hello").result
+    kept, runner = session._kept, llm._runner
+    assert kept is not None and runner is not None
+    llm.batch([[5]] * 3, max_new_tokens=2)  # needs more rows than the cache has
+    assert llm._runner is not runner
+    assert not kept.cache.take_back(kept.sequence)
+    assert session.send("And now?").result.metrics.reused_tokens == 0
+
+
 def test_a_conversation_without_a_given_context_keeps_its_cache(tmp_path: Path) -> None:
     with LLM(write_chat_model(tmp_path / "tiny"), device="numpy") as llm:
         session = in_words(llm)
@@ -296,9 +307,10 @@ def test_a_stream_left_unfinished_ends_at_the_next_message(llm: LLM) -> None:
     for piece in session.send("Tell me a story"):
         shown = piece
         break
-    session.send("Stop").result
+    result = session.send("Stop").result
     assert [turn.user for turn in session.turns] == ["Tell me a story", "Stop"]
     assert session.turns[0].assistant == shown
+    assert result.metrics.reused_tokens > result.metrics.prefilled_tokens
 
 
 def test_a_message_stopped_before_its_answer_is_not_part_of_the_conversation(llm: LLM) -> None:
