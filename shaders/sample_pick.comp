@@ -11,15 +11,16 @@
 // SOURCE=list works on a short list in shared memory. If k groups have their largest key within some
 // distance of the top, then so have at least k tokens, and rarely many more; only these groups are
 // read. A list that overflows, or that lacks a part of what is wanted, leaves the row to
-// SOURCE=vocabulary, which makes passes over all keys of the row and takes what suits no list.
+// SOURCE=vocabulary, which takes what suits no list: it makes passes over all keys of the row, until a
+// first histogram tells how far the kept tokens reach and these fit a long list in memory.
 //
 // One loop goes through the stages, so that the selection stands in the code once: drivers that
 // compile for CPUs take seconds over code with many barriers.
 //
-// Reads: list: 4 bytes a token of about k groups; vocabulary: 4 bytes a token and pass, two to four
-// passes a stage, neighbours side by side. A pass takes about 15 integer operations a token, 60 where
-// its weight is wanted. Shared memory: 3 KiB of bins, 12 KiB more for the list. Bins are hit at
-// random: bank conflicts are few unless many logits are equal.
+// Reads: list: 4 bytes a token of about k groups; vocabulary: 4 bytes a token and pass, two passes
+// (typical: four) and short ones over the long list, neighbours side by side. A pass takes about 15
+// integer operations a token, 60 where its weight is wanted. Shared memory: 3 KiB of bins, 12 KiB
+// more for the list. Bins are hit at random: bank conflicts are few unless many logits are equal.
 // variants: SOURCE=list,vocabulary
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -31,7 +32,7 @@ layout(set = 0, binding = 0) readonly buffer State { uint state[]; };
 layout(set = 0, binding = 1) readonly buffer Parameters { uint rows[]; };
 layout(set = 0, binding = 2) buffer Keys { uint keys[]; };           // [rows][vocabulary]
 layout(set = 0, binding = 3) buffer Partials { uint partials[]; };
-layout(set = 0, binding = 4) writeonly buffer Kept { uint kept[]; }; // [rows][KEPT_WORDS]
+layout(set = 0, binding = 4) coherent buffer Kept { uint kept[]; };  // [rows][KEPT_WORDS]
 layout(set = 0, binding = 5) writeonly buffer History { uint history[]; };
 layout(set = 0, binding = 6) writeonly buffer Result { uint result[]; };
 layout(push_constant) uniform Push {
@@ -56,41 +57,51 @@ const uint FOUND = 0u, ALL_KEPT = 1u, OUT_OF_REACH = 2u;
 
 shared uint s_low[BINS], s_high[BINS], s_number[BINS];
 shared uint s_block_low[BLOCKS], s_block_high[BLOCKS], s_block_number[BLOCKS];
-shared uint s_top, s_middle, s_outcome, s_bin, s_bin_number;
+shared uint s_top, s_tokens, s_middle, s_outcome, s_bin, s_bin_number;
 shared uvec2 s_need, s_before;
 #ifdef SOURCE_LIST
 shared uint s_key[LIST], s_id[LIST], s_group[LIST]; // candidates (or groups, to begin with); groups to read
-shared uint s_groups, s_tokens;
+shared uint s_groups;
 #endif
 
 // Of the row, the same in all invocations.
-uint record, partial, top, size;
+uint record, partial, kept_list, top;
+uint size; // tokens (or groups) that are worked on: of the list, or all keys of the row
 Scale scale;
 
-uint key_at(uint i) {
 #ifdef SOURCE_LIST
+const bool listed = true;
+
+uint key_at(uint i) {
     return s_key[i];
-#else
-    return keys[gl_WorkGroupID.x * p.vocabulary + i];
-#endif
 }
 
 uint id_at(uint i) {
-#ifdef SOURCE_LIST
     return s_id[i];
-#else
-    return i;
-#endif
 }
 
-// A token is always looked after by the same invocation, so no other has to see this.
 void exclude(uint i) {
-#ifdef SOURCE_LIST
     s_key[i] = EXCLUDED;
-#else
-    keys[gl_WorkGroupID.x * p.vocabulary + i] = EXCLUDED;
-#endif
 }
+#else
+bool listed = false;   // whether the tokens are those of the long list
+bool may_list = false; // a segment that another follows leaves the row's keys as it cut them
+
+uint key_at(uint i) {
+    if (listed) return kept[kept_list + i * 2u];
+    return keys[gl_WorkGroupID.x * p.vocabulary + i];
+}
+
+uint id_at(uint i) {
+    return listed ? kept[kept_list + i * 2u + 1u] : i;
+}
+
+// The same invocation always looks after a token, so no other has to see this.
+void exclude(uint i) {
+    if (listed) kept[kept_list + i * 2u] = EXCLUDED;
+    else keys[gl_WorkGroupID.x * p.vocabulary + i] = EXCLUDED;
+}
+#endif
 
 Scale scale_at(uint at) {
     return Scale(uintBitsToFloat(rows[at + SCALE_FACTOR]), rows[at + SCALE_MULTIPLIER], rows[at + SCALE_LAST]);
@@ -149,6 +160,29 @@ struct Cut {
                  // its distance less this: the logarithm of the sum of weights cancels.
 };
 
+uint value_of(uint distance, uint order, uint middle) {
+    return order == BY_SURPRISE ? max(distance, middle) - min(distance, middle) : distance;
+}
+
+#ifdef SOURCE_VOCABULARY
+// Go on with the tokens up to a value in an order, on the long list, if they fit it.
+void collect(uint order, uint middle, uint farthest) {
+    for (uint i = gl_LocalInvocationID.x; i < size; i += gl_WorkGroupSize.x) {
+        const uint key = key_at(i);
+        if (key == EXCLUDED || value_of(distance_of(key, top, scale), order, middle) > farthest) continue;
+        const uint at = atomicAdd(s_tokens, 1u);
+        if (at >= LONG_LIST) continue;
+        kept[kept_list + at * 2u] = key;
+        kept[kept_list + at * 2u + 1u] = i;
+    }
+    memoryBarrierBuffer();
+    barrier();
+    if (s_tokens > LONG_LIST) return;
+    listed = true;
+    size = s_tokens;
+}
+#endif
+
 // The shortest prefix in an order that reaches: a number of tokens (amount.x); a part of all weights
 // (amount.x 2^-32 of whole, or of what there is if whole is 0); or a random part (amount 2^-64).
 // sums_known: the sums of chunks are those of the first pass.
@@ -169,7 +203,7 @@ Cut select(uint order, uint measure, uvec2 amount, uvec2 whole, bool sums_known)
         uint start = 0u, end = size;
         clear_bins();
 #ifdef SOURCE_VOCABULARY
-        if (order == BY_ID) {
+        if (order == BY_ID && !listed) {
             start = cut.ids.x - cut.ids.x % lanes; // a token stays with its invocation
             end = cut.ids.y + 1u;
             // Tokens come in the order of their ids: where bins are few, an invocation adds up many
@@ -188,7 +222,7 @@ Cut select(uint order, uint measure, uvec2 amount, uvec2 whole, bool sums_known)
 #ifdef SOURCE_LIST
         const bool counting = true;
 #else
-        const bool counting = !first_pass; // bins of a first pass over a vocabulary hold more than one token
+        const bool counting = listed || !first_pass; // first bins of a vocabulary hold more than one token
 #endif
         uint bin = 0u, number = 0u;
         uvec2 sum = uvec2(0u);
@@ -198,8 +232,7 @@ Cut select(uint order, uint measure, uvec2 amount, uvec2 whole, bool sums_known)
             if (i < end) {
                 const uint key = key_at(i), id = id_at(i), under = top - key;
                 distance = distance_of(key, top, scale);
-                uint value = distance;
-                if (order == BY_SURPRISE) value = max(distance, cut.middle) - min(distance, cut.middle);
+                uint value = value_of(distance, order, cut.middle);
                 bool within = key != EXCLUDED && (measure == NUMBER || distance <= scale.last);
                 if (what <= KEY || (what == ID && order != BY_ID)) within = within && value >= cut.near.x && value <= cut.near.y;
                 within = within && under >= cut.below.x && under <= cut.below.y && id >= cut.ids.x && id <= cut.ids.y;
@@ -272,10 +305,13 @@ Cut select(uint order, uint measure, uvec2 amount, uvec2 whole, bool sums_known)
             cut.outcome = s_outcome;
             break;
         }
-        first_pass = false;
         const uint low = range.x + (s_bin << shift);
         const uvec2 found = uvec2(low, min(range.y, low + ((1u << shift) - 1u)));
         if (what == DISTANCE) cut.near = found;
+#ifdef SOURCE_VOCABULARY
+        if (what == DISTANCE && first_pass && may_list && !listed) collect(order, cut.middle, found.y);
+#endif
+        first_pass = false;
         if (what == KEY) cut.below = found;
         if (what == ID) cut.ids = found;
         if (s_bin_number == 1u && order != BY_ID) break;
@@ -294,8 +330,7 @@ void keep(Cut cut, uint order) {
         const uint key = key_at(i), id = id_at(i);
         if (key == EXCLUDED) continue;
         const uint distance = distance_of(key, top, scale), under = top - key;
-        uint value = distance;
-        if (order == BY_SURPRISE) value = max(distance, cut.middle) - min(distance, cut.middle);
+        const uint value = value_of(distance, order, cut.middle);
         bool stays = cut.outcome == ALL_KEPT || value < cut.near.x;
         if (!stays && value <= cut.near.y)
             stays = under < cut.below.x || (under <= cut.below.y && id <= cut.ids.y);
@@ -343,6 +378,7 @@ void main() {
     if (row >= state[STATE_N_OUTPUTS]) return;
     record = row * ROW_WORDS;
     partial = row * p.partials_stride;
+    kept_list = row * KEPT_WORDS + 1u;
     if (rows[record + ROW_ADJUST + p.segment] == 0u) return; // the row has no such segment
     const uint mode = rows[record + ROW_MODE + p.segment];
 #ifdef SOURCE_LIST
@@ -351,6 +387,7 @@ void main() {
 #else
     if (partials[partial + p.done] != 0u) return;
     bool sums_known = (mode & MODE_SUMS) != 0u;
+    may_list = (mode & MODE_DRAW) != 0u;
 #endif
     uint stages = rows[record + ROW_STAGES + p.segment];
     scale = scale_at(record + ROW_SCALES);
@@ -358,8 +395,9 @@ void main() {
 
     if (lane == 0u) {
         s_top = EXCLUDED;
+        s_tokens = 0u;
 #ifdef SOURCE_LIST
-        s_groups = s_tokens = 0u;
+        s_groups = 0u;
 #endif
     }
     barrier();
@@ -465,19 +503,15 @@ void main() {
         sums_known = false;
     }
 
-    const uint kept_at = row * KEPT_WORDS;
 #ifdef SOURCE_LIST
     if (token >= NO_TOKEN) size = 0u;
     for (uint i = lane; i < size; i += lanes) {
-        kept[kept_at + 1u + i * 2u] = s_key[i];
-        kept[kept_at + 2u + i * 2u] = s_id[i];
+        kept[kept_list + i * 2u] = s_key[i];
+        kept[kept_list + i * 2u + 1u] = s_id[i];
     }
-    const uint kept_size = size;
-#else
-    const uint kept_size = KEPT_IN_KEYS;
 #endif
     if (lane != 0u || (mode & MODE_DRAW) == 0u) return;
-    kept[kept_at] = kept_size;
+    kept[kept_list - 1u] = listed ? size : KEPT_IN_KEYS;
     result[p.result_offset + row] = token;
     partials[partial + p.done] = 1u;
     if ((rows[record + ROW_FLAGS] & FLAG_APPEND) != 0u && token < NO_TOKEN) {
