@@ -21,6 +21,7 @@ from xinfer_vk.sampling.device import NAN_TOKEN, NO_TOKEN, DeviceSampler, RowPar
 from xinfer_vk.sampling.logprobs import logprobs_of
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.reference import Sampled, sample
+from xinfer_vk.selftest import sample as sample_cases
 
 BUFFERS = (
     "logits",
@@ -245,6 +246,20 @@ def test_kernels_equal_their_oracles_word_for_word(check_steps, vocabulary):
     # the order of a list is the device's choice, and what is left of the keys is looked at below
     check_steps(build, views=EXACT, ignore=("sampler kept", "sampler keys"))
     check_steps(lambda rt: [step for step in build(rt) if "pick" not in step.label], views=EXACT)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_selftest_finds_nothing_wrong(runtime, case):
+    if not case.applies(runtime.profile):
+        pytest.skip("another case is the same on this device")
+    assert case.run(runtime).problem == ""
+
+
+@pytest.mark.parametrize("case", sample_cases.CASES, ids=str)
+def test_the_selftest_finds_nothing_wrong(runtime, case):
+    if not case.applies(runtime.profile):
+        pytest.skip("another case is the same on this device")
+    assert case.run(runtime).problem == ""
 
 
 # -- rows against the reference ---------------------------------------------------------------------
