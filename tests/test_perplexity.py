@@ -27,6 +27,7 @@ from xinfer_vk.engine.perplexity import Perplexity, Window, Windowing, estimate
 from xinfer_vk.engine.runner import Chunk
 from xinfer_vk.errors import NumericError, UsageError
 from xinfer_vk.sampling.device import RowParams
+from xinfer_vk.sampling.logprobs import from_parts, target_logprobs
 from xinfer_vk.sampling.params import SamplingParams
 
 ALICE = Path(__file__).parent / "fixtures" / "alice.txt"
@@ -221,19 +222,28 @@ def test_every_device_agrees_with_numpy(device: Any, model: Path, llm: LLM) -> N
 
 
 def test_many_targets_are_read_at_once_as_they_are_one_by_one(device: Any, model: Path) -> None:
+    inputs, targets = IDS[:20], IDS[1:21]
+    rows = [RowParams(SamplingParams(logprobs=0), target=target) for target in targets]
     with LLM(model, device=str(device.index), kv_dtype="f32") as llm:
         runner = llm._runner_for(64)
         sequence = runner.cache.open()
-        inputs, targets = IDS[:20], IDS[1:21]
-        params = SamplingParams(logprobs=0)
-        runner.sampler.write_params([RowParams(params, target=target) for target in targets])
-        runner.run([Chunk(sequence, inputs, "all")], "logprobs")
-        one_by_one = [runner.read_logprobs(row) for row in range(20)]
-        runner.cache.truncate(sequence, 0)
+
+        def run() -> None:
+            runner.cache.truncate(sequence, 0)
+            runner.run([Chunk(sequence, inputs, "all")], "logprobs")
+
         runner.sampler.write_targets(targets)
-        runner.run([Chunk(sequence, inputs, "all")], "logprobs")
+        run()
         at_once = runner.sampler.read_targets(20)
+        found = []
+        for _ in range(2):
+            runner.sampler.write_params(rows)
+            run()
+            found.append([runner.read_logprobs(row) for row in range(20)])
+            runner.sampler.write_targets(inputs)  # must not be taken for what write_params wrote
         runner.cache.close(sequence)
+    one_by_one, again = found
+    assert one_by_one == again
     assert [entry.token for entry in one_by_one] == targets
     assert list(at_once) == pytest.approx([entry.logprob for entry in one_by_one], abs=1e-12)
 
@@ -246,6 +256,17 @@ def test_the_demo_model_finds_alice_as_likely_on_a_device_as_on_numpy(demo_model
             found[device] = llm.perplexity(text, context=32, stride=16, max_tokens=48)
     assert found[None].perplexity == pytest.approx(found["numpy"].perplexity, rel=1e-3)
     assert 5 < found[None].perplexity < 200  # English to it, not noise
+
+
+def test_target_logprobs_are_from_parts_row_by_row_and_nan_where_that_has_none() -> None:
+    logits = np.array([1.5, 2.0, np.inf, 3.0, -np.inf, -np.inf, np.nan], np.float32)
+    largest = np.array([2.0, 2.0, np.inf, np.inf, 5.0, -np.inf, np.nan], np.float32)
+    totals = np.array([3 << 44, 1 << 44, 2 << 44, 1 << 44, 1 << 44, 0, 0], np.uint64)
+    found = target_logprobs(logits, largest, totals)
+    for i in range(5):
+        parts = from_parts(0, float(logits[i]), 1, float(largest[i]), int(totals[i]), [], [])
+        assert found[i] == pytest.approx(parts.logprob), i
+    assert list(np.isnan(found)) == [False] * 5 + [True] * 2
 
 
 # -- interruption and bad input ---------------------------------------------------------------------
@@ -364,6 +385,12 @@ def test_json_tells_what_makes_the_figure_comparable(common: list[str], llm: LLM
 )  # fmt: skip
 def test_a_mistake_gets_one_clear_line(common: list[str], args: list[str], words: list[str]) -> None:
     assert_one_error(xinfer(*common, *args, stdin=""), 2, *words)
+
+
+def test_a_mistake_is_told_before_a_model_is_loaded() -> None:
+    for args in (["--context", "1"], ["--max-tokens", "1"]):
+        result = xinfer("perplexity", "--model", "/no/such/model", "--file", str(ALICE), *args)
+        assert_one_error(result, 2, args[0].strip("-").replace("-", " ") + " is 1")
 
 
 def test_a_file_that_is_no_text_is_refused(common: list[str], tmp_path: Path) -> None:

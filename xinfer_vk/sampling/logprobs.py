@@ -73,4 +73,4 @@ def target_logprobs(logits: np.ndarray, largest: np.ndarray, totals: np.ndarray)
     with np.errstate(divide="ignore", invalid="ignore"):
         log_totals = np.log(totals.astype(np.float64)) - WEIGHT_BITS * math.log(2)
         below = np.where(logits == largest, 0.0, logits.astype(np.float64) - largest)
-        return np.where(np.isnan(logits) | (totals == 0), np.nan, below - log_totals)
+        return np.where(totals == 0, np.nan, below - log_totals)
