@@ -576,7 +576,7 @@ def typed(keys: str, history: Path | None = None) -> list[str]:
                 while i and len(editor._session.default_buffer._working_lines) < 2:
                     assert time.monotonic() < end, "no history"
                     time.sleep(0.01)
-                source.send_text(UP * (i > 0) + part)
+                source.send_bytes((UP * (i > 0) + part).encode("utf-8", "surrogateescape"))
 
         threading.Thread(target=press, daemon=True).start()
         while True:
@@ -619,6 +619,15 @@ def test_history_is_kept_in_a_file_of_the_users_own(tmp_path: Path) -> None:
 def test_a_history_that_cannot_be_kept_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert typed("x" + ENTER + UP + ENTER + CTRL_D, tmp_path / "file" / "chat_history") == ["x", "x"]
+
+
+def test_bytes_that_are_no_text_are_told_and_stop_nobody(chat: Chat, seen: Seen, tmp_path: Path) -> None:
+    text = typed("caf\udce9" + ENTER + CTRL_D, tmp_path / "chat_history")[0]
+    assert text == "caf\udce9"
+    talk(chat, Script(text, f"/system {text}", "Hello"))  # type: ignore[arg-type]
+    assert ["not valid Unicode" in error for error in seen.errors] == [True, True]
+    assert chat.session.system is None and users(chat) == ["Hello"]
+    assert chat.toolbar()
 
 
 def completions(text: str) -> list[str]:

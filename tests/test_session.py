@@ -19,7 +19,7 @@ from chat_model import in_words, words, write_chat_model
 from xinfer_vk import LLM
 from xinfer_vk.engine.runner import Chunk, ModelRunner
 from xinfer_vk.engine.session import ChatSession, ChatStream, common_prefix
-from xinfer_vk.errors import NumericError, UsageError
+from xinfer_vk.errors import ModelError, NumericError, UsageError
 
 TOLERANCE = 1e-4  # log-probabilities, f32 cache: the same sums in another order
 CONTEXT = 256
@@ -495,6 +495,29 @@ def test_a_bad_call_says_what_is_wrong(llm: LLM, call: Callable[[ChatSession], A
         call(session)
     assert message in str(raised.value)
     assert session.messages == []
+
+
+NO_SYSTEM = (  # and, as some do, nothing that ends with an answer
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if messages[-1].role != 'user' %}{{ raise_exception('Speak first') }}{% endif %}" + FORGETS
+)
+
+
+def test_a_template_that_takes_no_system_text_says_so_at_once(tmp_path: Path) -> None:
+    path = write_chat_model(tmp_path / "tiny", NO_SYSTEM)
+    with LLM(path, device="numpy", context=CONTEXT) as llm:
+        with pytest.raises(ModelError, match="System role not supported"):
+            llm.chat(system="be terse")
+        with pytest.raises(ModelError, match="System role not supported"):
+            llm.chat(messages=[{"role": "system", "content": "be terse"}])
+        session = in_words(llm)
+        session.send("Hello").result
+        with pytest.raises(ModelError, match="System role not supported"):
+            session.system = "be terse"
+        assert session.system is None
+        session.send("And now?").result
+        assert session.undo() == "And now?"
+        assert session.context_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def talk(chat: Chat, editor: LineEditor) -> None:
         except XinferError as error:
             chat.view.error(str(error))
         except Exception as error:
-            if os.environ.get("XINFER_VK_DEBUG"):
+            if os.environ.get("XINFER_VK_DEBUG") or "--debug" in sys.argv:
                 raise
             text = " ".join(str(error).split()) or "no message"
             chat.view.error(f"unexpected {type(error).__name__}: {text} (this is a bug; /save still works)")

@@ -145,10 +145,10 @@ def _history(path: Path | None) -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class QuietFileHistory(FileHistory):
-        """A full disk must not cost the user what was just typed."""
+        """What cannot be kept (the disk is full, the text is no Unicode) must not stop the user."""
 
         def store_string(self, string: str) -> None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, UnicodeError):
                 super().store_string(string)
 
     if path is None:

@@ -115,17 +115,20 @@ class ChatSession:
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         system, turns = read_messages(messages)
         self._stop_current()
+        self._check_template(system, turns)
         self._system, self._turns, self._dropped = system, turns, 0
         self._changed()
 
     @property
     def system(self) -> str | None:
-        """The system text. Setting it keeps the conversation, which is read anew at the next turn."""
+        """The system text. Setting it keeps the conversation, which is read anew at the next turn;
+        :class:`ModelError` if the template does not take one, as some do."""
         return self._system
 
     @system.setter
     def system(self, text: str | None) -> None:
         self._stop_current()
+        self._check_template(text, self._turns)
         self._system = text
         self._changed()
 
@@ -159,8 +162,10 @@ class ChatSession:
     def context_tokens(self) -> int:
         """Tokens that the conversation takes, as far as the model reads it; 0 before the first turn."""
         if self._fill is None:
-            turns = self._turns[self._dropped :]
-            self._fill = len(self._encode(self._messages(turns), False)) if turns else 0
+            said, self._fill = self._messages(self._turns[self._dropped :]), 0
+            if self._turns:  # not all of it at once: a template need not render what ends with an answer
+                answer = self.llm.tokenizer.encode(said[-1]["content"], parse_special=False, add_bos=False)
+                self._fill = len(self._encode(said[:-1])) + len(answer)
         return self._fill
 
     # -- turns --------------------------------------------------------------------------------
@@ -261,7 +266,7 @@ class ChatSession:
 
         def prompt(dropped: int) -> list[int]:
             said = self._messages(turns[dropped:])
-            return self._encode([*said, {"role": "user", "content": text}], True)
+            return self._encode([*said, {"role": "user", "content": text}])
 
         dropped = min(self._dropped, len(turns))
         ids = prompt(dropped)
@@ -347,15 +352,18 @@ class ChatSession:
             raise UsageError(f"there is no message to {purpose}: the conversation is empty")
         return self._turns[-1].user
 
-    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        for turn in turns:
-            messages.append({"role": "user", "content": turn.user})
-            messages.append({"role": "assistant", "content": turn.assistant})
-        return messages
+    def _check_template(self, system: str | None, turns: Sequence[Turn]) -> None:
+        """Raise now what such a conversation would raise when it goes on: :class:`ModelError` if the template
+        refuses it, :class:`UsageError` for text that is not Unicode."""
+        said = messages_of(system, turns)
+        if said:
+            self._encode([*said, {"role": "user", "content": "x"}])
 
-    def _encode(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> list[int]:
-        return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages, add_generation_prompt)
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+        return messages_of(self._system, turns)
+
+    def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages)
 
 
 class ChatStream:
@@ -407,6 +415,15 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         if left != right:
             return i
     return min(len(a), len(b))
+
+
+def messages_of(system: str | None, turns: Sequence[Turn]) -> list[dict[str, str]]:
+    """A conversation as chat templates have it."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for turn in turns:
+        messages.append({"role": "user", "content": turn.user})
+        messages.append({"role": "assistant", "content": turn.assistant})
+    return messages
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[str | None, list[Turn]]:
