@@ -42,7 +42,7 @@ vec4 load_bias(uint row) {
     return b;
 }
 
-float silu(float a) { return a / (1.0 + exp(-a)); }
+#include "silu.glsl"
 
 // Rows row .. row+3 (row a multiple of 4) of token t are v. Rows of the padding are not stored.
 void store(uint row, uint t, vec4 v) {

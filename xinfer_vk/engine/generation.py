@@ -103,11 +103,12 @@ class Generation:
         if self.prefilled:
             self.metrics.ttft_s = now - self.started
 
-    def accept(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        """Take a chosen token; ends the generation if it or the text says so."""
+    def accept(self, token: int, logprobs: TokenLogprobs | None, now: float, compile_s: float = 0.0) -> None:
+        """Take a chosen token; ends the generation if it or the text says so. ``compile_s`` of the time
+        since the last one went into compiling."""
         metrics = self.metrics
         if self.generated:
-            metrics.token_s.append(now - self._last)
+            metrics.token_s.append(now - self._last - compile_s)
         self._last = now
         if token in self.end_ids:
             if self.generated:

@@ -1,6 +1,7 @@
 """What a generation cost: counts and times, and the line that sums them up.
 
-TTFT is the time from the call to the first token, prompt encoding and prefill included, loading not.
+TTFT is the time from the call to the first token: prompt encoding, compiling and prefill included,
+loading not.
 Decode counts the steps after prefill: the first generated token comes out of the prefill itself.
 """
 
@@ -20,6 +21,7 @@ class Metrics:
     prompt_tokens: int = 0
     reused_tokens: int = 0  # those of the prompt that were in the cache already
     prefill_s: float = 0.0
+    compile_s: float = 0.0  # making pipelines and recording plans on first use; in TTFT, not in the rates
     ttft_s: float = 0.0
     decode_tokens: int = 0
     token_s: list[float] = field(default_factory=list)  # of each token after the first: TPOT

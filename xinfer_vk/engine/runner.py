@@ -7,6 +7,7 @@ any sequences; rows are not padded between sequences, a bucket's unused rows are
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -71,6 +72,7 @@ class ModelRunner:
         self.max_outputs = min(bucket(max_outputs), max(self.max_tokens, bucket(cache.max_sequences)))
         self.steps_run = 0
         self.bytes_read = 0
+        self.compile_s = 0.0  # spent on making pipelines and recording plans
         self._plans: dict[tuple[int, int, Head], tuple[Recorded, int]] = {}
         self._table_stride = cache.blocks_per_sequence
         words = state_layout.state_words(cache.max_sequences, self._table_stride)
@@ -179,6 +181,7 @@ class ModelRunner:
     def _plan(self, tokens: int, outputs: int, head: Head) -> tuple[Recorded, int]:
         key = (tokens, outputs, head)
         if key not in self._plans:
+            began = time.perf_counter()
             graph = Graph(
                 self.runtime.profile,
                 self.config,
@@ -194,6 +197,7 @@ class ModelRunner:
                 self._add_head(graph, outputs, head)
             plan = graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
             self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), len(plan.steps))
+            self.compile_s += time.perf_counter() - began
         return self._plans[key]
 
     def _add_head(self, graph: Graph, outputs: int, head: Head) -> None:

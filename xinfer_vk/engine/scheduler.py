@@ -135,30 +135,31 @@ class Scheduler:
         return batch
 
     def _run(self, batch: list[tuple[Generation, Chunk]]) -> None:
-        began = time.perf_counter()
+        """A step of the model. Plans that are recorded for it count as compiling, not as its time."""
+        began, compiled = time.perf_counter(), self.runner.compile_s
         first, chunk = batch[0]
         if chunk.outputs == "all":
             self._run_prompt_logprobs(first, chunk)
-            self._note_prompts(batch, began)
+            self._note_prompts(batch, began, compiled)
             return
         choosing = [g for g, c in batch if c.outputs == "last"]
         head = self._head(choosing)
-        decoding = any(g.prefilled for g, _ in batch)
-        out = self.runner.run([c for _, c in batch], head)
-        if decoding:
+        if any(g.prefilled for g, _ in batch):
             self.decode_head = head
-        self._note_prompts(batch, began)
-        now = time.perf_counter()
+        out = self.runner.run([c for _, c in batch], head)
+        self._note_prompts(batch, began, compiled)
+        now, compile_s = time.perf_counter(), self.runner.compile_s - compiled
         self.tokens_chosen += len(choosing)
         for row, generation in enumerate(choosing):
             token, logprobs = self._choice(out, row, generation, head)
-            generation.accept(token, logprobs, now)
+            generation.accept(token, logprobs, now, compile_s)
 
-    def _note_prompts(self, batch: list[tuple[Generation, Chunk]], began: float) -> None:
-        now = time.perf_counter()
+    def _note_prompts(self, batch: list[tuple[Generation, Chunk]], began: float, compiled: float) -> None:
+        now, compile_s = time.perf_counter(), self.runner.compile_s - compiled
         for generation, chunk in batch:
+            generation.metrics.compile_s += compile_s
             if not generation.prefilled:
-                generation.metrics.prefill_s += now - began
+                generation.metrics.prefill_s += now - began - compile_s
                 generation.note_fed(len(chunk.token_ids), now)
                 if self._progress is not None:
                     self._progress(generation.fed, len(generation.prompt_ids))

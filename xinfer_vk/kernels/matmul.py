@@ -22,6 +22,7 @@ import numpy as np
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
 from xinfer_vk.kernels.layout import matrix_words, row_words
+from xinfer_vk.kernels.swiglu import silu
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
@@ -41,12 +42,6 @@ MATVEC_LANES, MATVEC_ROWS, MATVEC_TOKENS = (64, 128, 256), 8, 8
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
 # matmul: a workgroup computes 64 rows of up to 64 tokens, each lane 4 rows of TILE / 16 tokens.
 TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
-
-
-def silu(a: np.ndarray) -> np.ndarray:
-    """``a / (1 + exp(-a))`` (Elfwing et al. 2017), elementwise."""
-    with np.errstate(over="ignore"):
-        return a / (np.float32(1) + np.exp(-a))
 
 
 def _oracle(fmt: str) -> Callable[[OracleCall], None]:

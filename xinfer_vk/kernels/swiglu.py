@@ -12,7 +12,8 @@ LOCAL_SIZE = 64
 
 
 def silu(x: np.ndarray) -> np.ndarray:
-    """``x / (1 + exp(-x))`` in float64, 0 where exp(-x) would overflow f32 (as shaders/include/silu.glsl)."""
+    """``x / (1 + exp(-x))`` (Elfwing et al. 2017) in float64; 0 where exp(-x) would overflow f32, as
+    shaders/include/silu.glsl has it."""
     x = x.astype(np.float64)
     return np.where(x < -88.0, 0.0, x / (1.0 + np.exp(-np.maximum(x, -88.0))))
 
