@@ -134,9 +134,7 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(
     for row, n in zip(out, starts):
         assert worst(row, want[n - 1]) <= TOLERANCE
     for step in range(5):
-        out = runner.run(
-            [Chunk(s, token_ids[n + step :][:1]) for s, n in zip(sequences, starts)], "logits"
-        )
+        out = runner.run([Chunk(s, token_ids[n + step :][:1]) for s, n in zip(sequences, starts)], "logits")
         for row, n in zip(out, starts):
             assert worst(row, want[n + step]) <= TOLERANCE
     cache.close(sequences[0])

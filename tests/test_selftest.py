@@ -59,7 +59,16 @@ def test_every_case_has_a_name_of_its_own_and_a_reason():
 
 def test_every_kernel_family_and_format_has_a_quick_case():
     names = [str(case) for case in all_cases() if case.quick]
-    for kernel in ("copy_words", "rmsnorm", "rope", "swiglu", "argmax", "sample", "synchronization", "memory"):
+    for kernel in (
+        "copy_words",
+        "rmsnorm",
+        "rope",
+        "swiglu",
+        "argmax",
+        "sample",
+        "synchronization",
+        "memory",
+    ):
         assert any(name.startswith(kernel) for name in names)
     for fmt in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"):
         assert sum(name.startswith(f"linear: {fmt},") for name in names) >= 3

@@ -56,7 +56,7 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
     type=int,
     default=0,
     show_default=True,
-    help="The same seed gives the same texts, on any device.",
+    help="The same seed gives the same texts.",
 )
 @click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
 @click.option(

@@ -100,7 +100,7 @@ def kept_at_each_step(
             if stop_event is not None and stop_event.is_set():
                 break
             kept = reference.sample(logits, decoding.params).kept
-            mass.append(float(probabilities(logits)[kept].sum()))
+            mass.append(min(1.0, float(probabilities(logits)[kept].sum())))
             tokens.append(kept.size)
             done += 1
             if progress is not None:
