@@ -10,6 +10,9 @@ import json
 import math
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -371,6 +374,20 @@ def test_json_tells_what_makes_the_figure_comparable(common: list[str], llm: LLM
     assert (record["context"], record["stride"], record["convention"]) == (32, 32, "llama.cpp")
     for key in ("model", "device", "driver", "dtype", "kv_dtype", "seconds", "tok_per_s", "bits_per_byte"):
         assert record[key], key
+
+
+def test_ctrl_c_gives_the_figure_for_what_was_scored(common: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xinfer_vk", *common, "-f", str(ALICE), "-c", "16", "--stride", "1", "-v"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    next(line for line in process.stderr if " tokens: " in line)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert RESULT.match(out), out
+    assert re.search(r"^interrupted after \d+ tokens$", err, re.M), err
 
 
 @pytest.mark.parametrize(
