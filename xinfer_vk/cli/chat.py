@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.options import params_from_options, sampling_options
+from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import XinferError
 
@@ -23,13 +23,7 @@ DEFAULT_MAX_NEW_TOKENS = 512
 
 
 @click.command("chat")
-@click.option(
-    "--model",
-    "-m",
-    default="smollm2-135m",
-    show_default=True,
-    help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
-)
+@model_options
 @click.option("--system", "-s", help="System text. [default: the chat template's own]")
 @click.option(
     "--max-new-tokens",
@@ -38,14 +32,6 @@ DEFAULT_MAX_NEW_TOKENS = 512
     default=DEFAULT_MAX_NEW_TOKENS,
     show_default=True,
     help="Tokens of an answer at most.",
-)
-@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]")
-@click.option(
-    "--kv-dtype",
-    type=click.Choice(["f16", "f32"]),
-    default="f16",
-    show_default=True,
-    help="Number format of the KV cache.",
 )
 @click.option(
     "--context",

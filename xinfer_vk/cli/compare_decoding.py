@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xinfer_vk.cli.interrupt import interruptible
+from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.cli.source import read_prompt
 from xinfer_vk.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,13 +33,7 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
 
 
 @click.command("compare-decoding")
-@click.option(
-    "--model",
-    "-m",
-    default="smollm2-135m",
-    show_default=True,
-    help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
-)
+@model_options
 @click.option("--prompt", "-p", help="The prompt; - reads standard input.")
 @click.option("--file", "-f", type=click.Path(), help="Read the prompt from a file.")
 @click.option("--system", "-s", help="System text for the chat template.")
@@ -57,14 +53,6 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
     default=0,
     show_default=True,
     help="The same seed gives the same texts.",
-)
-@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
-@click.option(
-    "--kv-dtype",
-    type=click.Choice(["f16", "f32"]),
-    default="f16",
-    show_default=True,
-    help="Number format of the KV cache.",
 )
 @click.option(
     "--plot",
@@ -144,8 +132,6 @@ def command(
 
 
 def prompt_text(prompt: str | None, file: str | None) -> str:
-    from xinfer_vk.cli.generate import read_prompt
-
     if prompt is not None and file is not None:
         raise UsageError("--prompt and --file exclude each other: use one of them")
     text = read_prompt(file) if prompt is None or prompt == "-" else prompt

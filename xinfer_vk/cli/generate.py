@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from xinfer_vk.cli.interrupt import interruptible
 from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, read_prompts
-from xinfer_vk.cli.options import params_from_options, sampling_options
+from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.report import (
     as_record,
@@ -22,6 +21,7 @@ from xinfer_vk.cli.report import (
     logprob_table,
     speed_report,
 )
+from xinfer_vk.cli.source import read_prompt
 from xinfer_vk.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,27 +30,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 DEFAULT_MAX_NEW_TOKENS = 256
-
-
-def read_prompt(file: str | None) -> str:
-    """The prompt's text from a file, or from standard input when none is named.
-
-    Raises :class:`UsageError` for a file that cannot be read or is not UTF-8, and for no prompt at all.
-    """
-    where = "standard input" if file in (None, "-") else str(file)
-    try:
-        if where == "standard input":
-            if sys.stdin is None or sys.stdin.isatty():
-                raise UsageError("no prompt: give --prompt TEXT, --file FILE, or text on standard input")
-            data = sys.stdin.buffer.read()
-        else:
-            data = Path(where).read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read the prompt from {where}: {error.strerror or error}") from error
-    try:
-        return data.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt from {where} is not UTF-8 (byte {error.start}): convert it") from error
 
 
 def gather_prompts(
@@ -81,13 +60,7 @@ def gather_prompts(
 
 
 @click.command("generate")
-@click.option(
-    "--model",
-    "-m",
-    default="smollm2-135m",
-    show_default=True,
-    help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
-)
+@model_options
 @click.option("--prompt", "-p", multiple=True, help="The prompt; - reads standard input. May be repeated.")
 @click.option("--file", "-f", type=click.Path(), help="Read the prompt from a file.")
 @click.option(
@@ -115,14 +88,6 @@ def gather_prompts(
     default=1,
     show_default=True,
     help="Samples of each prompt, which share its KV blocks.",
-)
-@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]")
-@click.option(
-    "--kv-dtype",
-    type=click.Choice(["f16", "f32"]),
-    default="f16",
-    show_default=True,
-    help="Number format of the KV cache.",
 )
 @click.option(
     "--context",

@@ -1,4 +1,4 @@
-"""The sampling options that generate, chat and others share, and what they amount to."""
+"""The options that commands share: which model on which device, and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "penalty_window", "seed", "stop", "stop_token_id", "min_new_tokens", "bad_word",
 )  # fmt: skip
+
+MODEL_OPTIONS = [
+    click.option(
+        "--model",
+        "-m",
+        default="smollm2-135m",
+        show_default=True,
+        help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
+    ),
+    click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]"),
+    click.option(
+        "--kv-dtype",
+        type=click.Choice(["f16", "f32"]),
+        default="f16",
+        show_default=True,
+        help="Number format of the KV cache.",
+    ),
+]
 
 OPTIONS = [
     click.option("--temperature", "-t", type=float, help="0 is greedy; higher is more varied. [default: 0]"),
@@ -47,6 +65,13 @@ OPTIONS = [
         help="Where tokens are chosen.",
     ),
 ]  # fmt: skip
+
+
+def model_options(command: F) -> F:
+    """Adds --model, --device and --kv-dtype."""
+    for option in reversed(MODEL_OPTIONS):
+        command = option(command)
+    return command
 
 
 def sampling_options(command: F) -> F:

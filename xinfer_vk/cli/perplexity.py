@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.cli.source import read_source
 from xinfer_vk.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,37 +22,16 @@ INTERRUPTED = 130
 
 
 def read_text(file: str | None) -> str:
-    """The text of a file, or of standard input when none is named, as it is.
-
-    Raises :class:`UsageError` for a file that cannot be read or is not UTF-8, and for no text at all.
-    """
-    where = "standard input" if file in (None, "-") else str(file)
-    try:
-        if where == "standard input":
-            if sys.stdin is None or sys.stdin.isatty():
-                raise UsageError("no text: give --file FILE, or text on standard input")
-            data = sys.stdin.buffer.read()
-        else:
-            data = Path(where).read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read the text from {where}: {error.strerror or error}") from error
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the text from {where} is not UTF-8 (byte {error.start}): convert it") from error
+    """The text to score, as it is. Raises :class:`UsageError` for no text at all, and as read_source does."""
+    text = read_source(file, "the text", "no text: give --file FILE, or text on standard input")
     if not text.strip():
+        where = "standard input" if file in (None, "-") else file
         raise UsageError(f"the text from {where} is empty: perplexity needs at least 2 tokens")
     return text
 
 
 @click.command("perplexity")
-@click.option(
-    "--model",
-    "-m",
-    default="smollm2-135m",
-    show_default=True,
-    help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
-)
+@model_options
 @click.option("--file", "-f", type=click.Path(), help="The text. [default: standard input]")
 @click.option(
     "--context",
@@ -80,14 +59,6 @@ def read_text(file: str | None) -> str:
     help="Begin with the begin-of-sequence token. [default: if the model was trained with it]",
 )
 @click.option("--max-tokens", "-n", type=int, help="Only so many tokens from the beginning of the text.")
-@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
-@click.option(
-    "--kv-dtype",
-    type=click.Choice(["f16", "f32"]),
-    default="f16",
-    show_default=True,
-    help="Number format of the KV cache.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
 @click.option("--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more.")

@@ -1,0 +1,37 @@
+"""Text that a command works on: from a file, or from standard input."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from xinfer_vk.errors import UsageError
+
+
+def read_source(file: str | None, what: str, remedy: str) -> str:
+    """The text of ``file``, or of standard input when it is None or "-". ``what`` it is ("the prompt") and
+    the ``remedy`` when there is nothing to read go into the errors.
+
+    Raises :class:`UsageError` for a file that cannot be read or is not UTF-8, and for a terminal.
+    """
+    named = file is not None and file != "-"
+    where = str(file) if named else "standard input"
+    try:
+        if named:
+            data = Path(where).read_bytes()
+        elif sys.stdin is None or sys.stdin.isatty():
+            raise UsageError(remedy)
+        else:
+            data = sys.stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"cannot read {what} from {where}: {error.strerror or error}") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{what} from {where} is not UTF-8 (byte {error.start}): convert it") from error
+
+
+def read_prompt(file: str | None) -> str:
+    """A prompt, without the line break at its end."""
+    remedy = "no prompt: give --prompt TEXT, --file FILE, or text on standard input"
+    return read_source(file, "the prompt", remedy).rstrip("\r\n")
