@@ -71,7 +71,7 @@ def main(
 ) -> None:
     """Time start-up, prefill and decode."""
     from xinfer_vk import LLM, __version__
-    from xinfer_vk.weights.hub import cache_dir, resolve_model
+    from xinfer_vk.weights.hub import resolve_model
 
     path = str(resolve_model(model))
     cold, warm = [], []
@@ -108,7 +108,6 @@ def main(
             "weight_bytes": m.weight_bytes,
             "kv_bytes": m.kv_bytes,
             "peak_host_bytes": m.peak_host_bytes,
-            "cache": str(cache_dir()),
         }
     if as_json:
         click.echo(json.dumps(record))
