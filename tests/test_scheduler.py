@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from xinfer_vk import LLM
-from xinfer_vk.errors import NumericError, UsageError
+from xinfer_vk.errors import NumericError, OutOfMemoryError, UsageError
 from xinfer_vk.sampling.params import SamplingParams
 
 PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 33, [100]]
@@ -232,3 +232,123 @@ def test_max_new_tokens_is_cut_to_the_context(tiny_model: Path) -> None:
         assert len(llm.generate([5] * 30, max_new_tokens=100, ignore_eos=True).token_ids) == 10
         with pytest.raises(UsageError, match="40 tokens, longer than the context of 40"):
             llm.generate([5] * 40)
+
+
+def test_threads_take_turns_and_get_what_they_get_alone(llm: LLM) -> None:
+    llm.batch(PROMPTS, max_new_tokens=3, ignore_eos=True)  # leaves a cache of several rows
+    alone = [llm.generate(p, max_new_tokens=12, ignore_eos=True).token_ids for p in PROMPTS]
+    got: dict[int, tuple[int, ...]] = {}
+
+    def run(i: int) -> None:
+        got[i] = llm.generate(PROMPTS[i], max_new_tokens=12, ignore_eos=True).token_ids
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(len(PROMPTS))] == alone
+
+
+def test_more_generations_at_once_than_rows_are_told_what_to_do(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="numpy", context=64) as llm:
+        first, second = llm.stream([5], max_new_tokens=9, ignore_eos=True), llm.stream([6], max_new_tokens=9)
+        next(first)
+        with pytest.raises(UsageError, match="another generation is under way"):
+            next(second)
+        assert len(first.result.token_ids) == 9
+
+
+def test_streams_made_before_a_larger_one_still_run(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="numpy") as llm:
+        small = llm.stream([5, 6], max_new_tokens=4, ignore_eos=True)
+        large = llm.stream([7] * 90, max_new_tokens=4, ignore_eos=True)
+        assert len(large.result.token_ids) == 4
+        assert len(small.result.token_ids) == 4
+
+
+def test_an_error_hands_over_what_there_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = llm._runner_for(96, 2, 192)
+    run, calls = runner.run, [0]
+
+    def failing(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise NumericError("planted")
+        return run(*args)
+
+    monkeypatch.setattr(runner, "run", failing)
+    seen: dict[int, Any] = {}
+    with pytest.raises(NumericError, match="planted"):
+        llm.batch(
+            [[5], [6]],
+            [SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=30)],
+            ignore_eos=True,
+            on_result=lambda r: seen.__setitem__(r.prompt, r),
+        )
+    assert [seen[i].finish_reason for i in (0, 1)] == ["length", "error"]
+    assert len(seen[1].token_ids) == 5
+    calls[0] = 0
+    stream = llm.stream([5], max_new_tokens=30, ignore_eos=True)
+    with pytest.raises(NumericError):
+        "".join(stream)
+    assert (stream.partial_result.finish_reason, len(stream.partial_result.token_ids)) == ("error", 5)
+    assert runner.cache.in_use == 0
+
+
+def test_prefill_counts_only_what_was_run(llm: LLM) -> None:
+    event = threading.Event()
+    event.set()
+    stopped = llm.generate([5] * 40, max_new_tokens=4, stop_event=event)
+    assert (stopped.metrics.prefilled_tokens, stopped.finish_reason) == (0, "interrupted")
+    assert llm.generate([5] * 40, max_new_tokens=1).metrics.prefilled_tokens == 40
+
+
+def test_prompt_logprobs_do_not_keep_a_batch_from_running_together(llm: LLM) -> None:
+    runner = llm._runner_for(96, 4, 384)
+    before = runner.steps_run
+    llm.batch(PROMPTS, max_new_tokens=9, ignore_eos=True, prompt_logprobs=True)
+    assert llm._runner is runner
+    assert runner.steps_run - before <= 9 + 2 * len(PROMPTS)
+
+
+def test_no_memory_is_left_behind_when_a_runner_cannot_be_made(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny_model, device="numpy") as llm:
+        before = llm.runtime.allocated_bytes
+        allocate = llm.runtime.allocate
+
+        def failing(name: str, *args: Any) -> Any:
+            if name == "activations":
+                raise OutOfMemoryError("planted")
+            return allocate(name, *args)
+
+        monkeypatch.setattr(llm.runtime, "allocate", failing)
+        for _ in range(2):
+            with pytest.raises(OutOfMemoryError):
+                llm.generate([5])
+        assert llm.runtime.allocated_bytes == before
+
+
+def test_a_batch_takes_turns_where_memory_is_short(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
+        want = [r.token_ids for r in llm.batch(PROMPTS, max_new_tokens=9, ignore_eos=True)]
+        assert llm._runner is not None
+        cache_words = llm._runner.cache.bytes // 4
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
+        allocate = llm.runtime.allocate
+
+        def short(name: str, words: int, kind: Any) -> Any:
+            if name.startswith("KV") and words > cache_words * 3 // 4:
+                raise OutOfMemoryError("planted")
+            return allocate(name, words, kind)
+
+        monkeypatch.setattr(llm.runtime, "allocate", short)
+        assert [r.token_ids for r in llm.batch(PROMPTS, max_new_tokens=9, ignore_eos=True)] == want
+
+
+@pytest.mark.parametrize("prompts", ["ab", [], [5], [["a"]]])
+def test_a_batch_refuses_what_is_no_list_of_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(UsageError):
+        llm.batch(prompts)

@@ -17,11 +17,6 @@ from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, Runtime
 KV_BYTES = {"f32": 4, "f16": 2}
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, kv_dtype: str) -> int:
-    """Bytes of keys and values one token takes: ``2 · layers · kv_heads · head_dim · bytes``."""
-    return 2 * layers * kv_heads * head_dim * KV_BYTES[kv_dtype]
-
-
 class BlockAllocator:
     """Hands out block numbers ``0 … count-1``; a block is free again when its last user lets go."""
 
@@ -132,19 +127,27 @@ class KVCache:
         self._buffers: list[Buffer] = []
         self.layers: list[LayerCache] = []
         per_buffer = max(1, limit // (2 * region))
-        for first in range(0, layers, per_buffer):
-            count = min(per_buffer, layers - first)
-            buffer = runtime.allocate(
-                f"KV cache of layers {first}–{first + count - 1}", count * 2 * region, BufferKind.KV
-            )
-            self._buffers.append(buffer)
-            for i in range(count):
-                self.layers.append(LayerCache(buffer, i * 2 * region, (i * 2 + 1) * region))
+        try:
+            for first in range(0, layers, per_buffer):
+                count = min(per_buffer, layers - first)
+                name = f"KV cache of layers {first}–{first + count - 1}"
+                buffer = runtime.allocate(name, count * 2 * region, BufferKind.KV)
+                self._buffers.append(buffer)
+                for i in range(count):
+                    self.layers.append(LayerCache(buffer, i * 2 * region, (i * 2 + 1) * region))
+        except BaseException:
+            self.free()
+            raise
 
     @property
     def in_use(self) -> int:
         """Sequences that are open and not parked."""
         return self.max_sequences - len(self._rows) - len(self._parked)
+
+    @property
+    def has_row(self) -> bool:
+        """Whether :meth:`open` can give a sequence, if only by closing a parked one."""
+        return bool(self._rows or self._parked)
 
     def open(self) -> CachedSequence:
         """A new, empty sequence. Raises :class:`OutOfMemoryError` when all rows are taken."""

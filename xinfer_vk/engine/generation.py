@@ -19,11 +19,12 @@ from xinfer_vk.text.stream import StreamDecoder
 class GenerationResult:
     """What a generation gave.
 
-    ``finish_reason``: "stop" (end of sequence, a stop token or a stop string), "length" (the limit) or
-    "interrupted". ``token_ids``: the generated ones; the token that ended the text is not among them,
-    those of a stop string are. ``prompt`` and ``sample`` tell which prompt of a batch and which of its
-    samples this is, ``seed`` repeats it. ``logprobs``: one for each of ``token_ids``, if asked for;
-    ``prompt_logprobs``: one for each prompt token after the first.
+    ``finish_reason``: "stop" (end of sequence, a stop token or a stop string), "length" (the limit),
+    "interrupted", or "error" (what there was when an exception ended it). ``token_ids``: the generated
+    ones; the token that ended the text is not among them, those of a stop string are. ``prompt`` and
+    ``sample`` tell which prompt of a batch and which of its samples this is, ``seed`` repeats it.
+    ``logprobs``: one for each of ``token_ids``, if asked for; ``prompt_logprobs``: one for each prompt
+    token after the first.
     """
 
     text: str
@@ -100,6 +101,7 @@ class Generation:
     def note_fed(self, count: int, now: float) -> None:
         """``count`` prompt tokens have gone into the cache."""
         self.fed += count
+        self.metrics.prefilled_tokens += count
         if self.prefilled:
             self.metrics.ttft_s = now - self.started
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import threading
 import time
@@ -12,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xinfer_vk.cache import KVCache
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner
-from xinfer_vk.engine.scheduler import Sampler, Scheduler
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
 from xinfer_vk.engine.stream import GenerationStream
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import OutOfMemoryError, UsageError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import Runtime
+from xinfer_vk.sampling.device import BIAS_ENTRIES
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.rules import BannedWords, bad_word_ids
 from xinfer_vk.text.chat import ChatTemplate, encode_chat, is_instruct
@@ -52,7 +53,7 @@ class LLM:
     ``kv_dtype``: "f16" or "f32". ``context``: tokens the KV cache holds; None sizes it by what each
     call needs. ``prefill_chunk``: prompt tokens a step takes at most. ``sampler``: "device", or "cpu"
     for the NumPy reference. ``progress`` is called with (stage, done, total) during long work. A context
-    manager; :meth:`close` gives the device back.
+    manager; :meth:`close` gives the device back. Several threads may use it: their steps take turns.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -71,14 +72,15 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}: it must be at least 1 token")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
         if sampler not in ("device", "cpu"):
             raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
         self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
         self.sampler: Sampler = sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
+        self._lock = threading.RLock()  # held during each step
         with open_model(resolve_model(str(model), progress)) as source:
             self.name, self.config = source.name, source.config
             if context is not None and context > self.config.max_position:
@@ -163,7 +165,7 @@ class LLM:
         ids = self._prompt_ids(prompt, system, raw)
         generation = self._generation(ids, params, started, stop_event or threading.Event())
         generation.want_prompt_logprobs = prompt_logprobs
-        return self._stream_on(self._runner_for(generation.needs_capacity), generation)
+        return GenerationStream(self._begin, generation, self._complete)
 
     def generate(
         self,
@@ -203,14 +205,15 @@ class LLM:
     ) -> list[GenerationResult]:
         """Generate from several prompts as one ragged batch, ``n`` samples of each. Samples of a prompt,
         and prompts that are the same, share KV blocks. ``params`` may be one for each prompt.
-        ``on_result`` is called with each result as it ends, ``on_step`` after each step with the number of
+        ``on_result`` is called with each result as it ends (when an exception ends the batch, with what
+        there is of the others too), ``on_step`` after each step with the number of
         tokens made so far; the list is in the order of the prompts, samples of a prompt together.
         """
         started = time.perf_counter()
-        if n < 1:
-            raise UsageError(f"n is {n}: it must be at least 1")
-        if not prompts:
-            raise UsageError("there are no prompts: give at least one")
+        if not isinstance(n, int) or n < 1:
+            raise UsageError(f"n is {n!r}: it must be at least 1")
+        if isinstance(prompts, str) or not prompts:
+            raise UsageError("prompts must be a list of at least one prompt")
         if params is None or isinstance(params, SamplingParams):
             each = [self._params(params, fields)] * len(prompts)
         else:
@@ -231,21 +234,26 @@ class LLM:
                 generations.append(sibling(leader, sample, StreamDecoder(self.tokenizer)))
         needs = [g.needs_capacity for g in generations]
         rows = min(len(generations), MAX_OUTPUTS)
-        runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
-        scheduler = Scheduler(runner, self.sampler)
-        self._read_before = runner.bytes_read
+        with self._lock:
+            runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
+        scheduler = Scheduler(runner, self.sampler, lock=self._lock)
         for generation in generations:
             scheduler.add(generation)
+
+        def report(ended: Sequence[Generation]) -> None:
+            for generation in ended:
+                self._complete(generation, scheduler)
+                if on_result is not None:
+                    on_result(generation.result())
+
         try:
             while scheduler.busy:
-                for ended in scheduler.step():
-                    self._complete(ended, scheduler)
-                    if on_result is not None:
-                        on_result(ended.result())
+                report(scheduler.step())
                 if on_step is not None:
                     on_step(scheduler.tokens_chosen)
-        finally:
-            scheduler.abandon()
+        except BaseException as error:
+            report(scheduler.abandon("error" if isinstance(error, Exception) else "interrupted"))
+            raise
         return [generation.result() for generation in generations]
 
     def chat(
@@ -322,21 +330,24 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits after every token of a text: ``float32 [len(token_ids), vocabulary]``."""
-        ids = [int(i) for i in token_ids]
+        ids = as_ids(token_ids)
         self._check_ids(ids)
         room = self.context or self.config.max_position
         if len(ids) > room:
             raise UsageError(f"{len(ids)} tokens are more than the context of {room}: use a shorter text")
-        runner = self._runner_for(len(ids))
-        sequence = runner.cache.open()
-        try:
-            step = runner.max_outputs
-            rows = [
-                runner.run([Chunk(sequence, ids[i : i + step], "all")], "logits")
-                for i in range(0, len(ids), step)
-            ]
-        finally:
-            runner.cache.close(sequence)
+        with self._lock:
+            runner = self._runner_for(len(ids))
+            if not runner.cache.has_row:
+                raise UsageError(UNDER_WAY)
+            sequence = runner.cache.open()
+            try:
+                step = runner.max_outputs
+                rows = [
+                    runner.run([Chunk(sequence, ids[i : i + step], "all")], "logits")
+                    for i in range(0, len(ids), step)
+                ]
+            finally:
+                runner.cache.close(sequence)
         return np.concatenate(rows)
 
     # -- life ---------------------------------------------------------------------------------
@@ -377,13 +388,13 @@ class LLM:
                 )
             ids = self.encode(prompt, system=system, raw=raw)
         else:
-            ids = [int(i) for i in prompt]
+            ids = as_ids(prompt)
         self._check_ids(ids)
         return ids
 
-    def _generation(
-        self, ids: list[int], params: SamplingParams, started: float, stop_event: threading.Event
-    ) -> Generation:
+    def check_fits(self, ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise :class:`UsageError` if a prompt leaves no room in the context, or ``params`` bias more
+        tokens than the sampler has room for."""
         room = self.context or self.config.max_position
         if len(ids) >= room:
             larger = "a larger --context or " if room < self.config.max_position else ""
@@ -391,6 +402,16 @@ class LLM:
                 f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
                 f"{larger}a shorter prompt"
             )
+        if len(params.logit_bias) > BIAS_ENTRIES // 2:
+            raise UsageError(
+                f"logit_bias has {len(params.logit_bias)} tokens: it must be at most {BIAS_ENTRIES // 2}"
+            )
+
+    def _generation(
+        self, ids: list[int], params: SamplingParams, started: float, stop_event: threading.Event
+    ) -> Generation:
+        self.check_fits(ids, params)
+        room = self.context or self.config.max_position
         if params.max_new_tokens > room - len(ids):
             params = params.replace(
                 max_new_tokens=room - len(ids), min_new_tokens=min(params.min_new_tokens, room - len(ids))
@@ -411,10 +432,15 @@ class LLM:
             stop_event=stop_event,
         )
 
-    def _stream_on(self, runner: ModelRunner, generation: Generation) -> GenerationStream:
-        scheduler = Scheduler(runner, self.sampler, self._stage("prefill"))
-        self._read_before = runner.bytes_read
-        return GenerationStream(scheduler, generation, self._complete)
+    def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
+        """A scheduler with one generation in it, on a cache of at least ``tokens``."""
+        with self._lock:
+            runner = self._runner_for(max(tokens, generation.needs_capacity))
+        progress = self._stage("prefill")
+        progress(0, len(generation.prompt_ids))
+        scheduler = Scheduler(runner, self.sampler, progress, self._lock)
+        scheduler.add(generation)
+        return scheduler
 
     def _runner_for(self, tokens: int, sequences: int = 1, total: int | None = None) -> ModelRunner:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
@@ -424,44 +450,46 @@ class LLM:
         old = self._runner
         if old is not None:
             cache = old.cache
+            blocks = cache.allocator.count
             if (
                 cache.capacity >= needed
                 and cache.max_sequences >= sequences
-                and cache.allocator.count * BLOCK_TOKENS >= total
+                and blocks * BLOCK_TOKENS >= total
             ):
                 return old
             if cache.in_use:
-                raise UsageError("another generation is under way on this LLM: finish or cancel it first")
+                raise UsageError(UNDER_WAY)
             if cache.capacity < needed:
                 needed = max(needed, min(2 * cache.capacity, self.config.max_position))
             self._runner = None
             old.free()
             cache.free()
-        c = self.config
-        cache = KVCache(
-            self.runtime,
-            layers=c.layers,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            kv_dtype=self.kv_dtype,
-            capacity=needed,
-            sequences=sequences,
-            total=total,
-        )
-        self._runner = ModelRunner(
-            self.runtime, c, self.weights, cache, self.prefill_chunk, self._stage("compiling kernels")
-        )
-        return self._runner
+        while True:
+            try:
+                self._runner = make_runner(
+                    self.runtime,
+                    self.config,
+                    self.weights,
+                    self.kv_dtype,
+                    capacity=needed,
+                    sequences=sequences,
+                    total=total,
+                    max_tokens=self.prefill_chunk,
+                    progress=self._stage("compiling kernels"),
+                )
+                return self._runner
+            except OutOfMemoryError:
+                if total <= needed:
+                    raise
+                total = max(needed, total // 2)  # a batch then takes turns in what there is
 
     def _complete(self, generation: Generation, scheduler: Scheduler) -> None:
         """Add what the generation does not know to its metrics."""
-        metrics, runner = generation.metrics, scheduler.runner
+        metrics = generation.metrics
         metrics.load_s, metrics.weight_bytes = self.load_s, self.weight_bytes
-        metrics.dispatches_per_token = runner.dispatches(1, 1, scheduler.decode_head)
-        metrics.bytes_read_per_token = (runner.bytes_read - self._read_before) / max(
-            1, scheduler.tokens_chosen
-        )
-        metrics.kv_bytes = runner.cache.bytes
+        metrics.dispatches_per_token = scheduler.dispatches
+        metrics.bytes_read_per_token = scheduler.bytes_read / max(1, scheduler.tokens_chosen)
+        metrics.kv_bytes = scheduler.runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
 
 
@@ -471,3 +499,11 @@ def main_format(source: ModelSource) -> str:
     for tensor in source.tensors.values():
         sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.data.nbytes
     return max(sizes, key=lambda fmt: sizes[fmt])
+
+
+def as_ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids as Python integers. Raises :class:`UsageError` for anything else."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise UsageError(f"a prompt is a text or a list of token ids, not {type(tokens).__name__}") from None

@@ -20,6 +20,7 @@ class Metrics:
     load_s: float = 0.0
     prompt_tokens: int = 0
     reused_tokens: int = 0  # those of the prompt that were in the cache already
+    prefilled_tokens: int = 0  # those that were run
     prefill_s: float = 0.0
     compile_s: float = 0.0  # making pipelines and recording plans on first use; in TTFT, not in the rates
     ttft_s: float = 0.0
@@ -36,11 +37,6 @@ class Metrics:
     def decode_s(self) -> float:
         """From the first token to the last."""
         return sum(self.token_s)
-
-    @property
-    def prefilled_tokens(self) -> int:
-        """Those of the prompt that had to be run."""
-        return self.prompt_tokens - self.reused_tokens
 
     @property
     def prefill_rate(self) -> float:

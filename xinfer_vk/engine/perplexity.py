@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from xinfer_vk.cache import CachedSequence, KVCache
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner
+from xinfer_vk.cache import CachedSequence
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, make_runner
 from xinfer_vk.errors import NumericError, UsageError
 
 if TYPE_CHECKING:
@@ -278,27 +278,17 @@ class Scorer:
         self.tokens_run = 0
         c = llm.config
         rows = min(MOST_ROWS, max(MAX_OUTPUTS, ROWS_BYTES // (4 * c.vocab_size)))
-        self._cache = KVCache(
+        self._runner = make_runner(
             llm.runtime,
-            layers=c.layers,
-            kv_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            kv_dtype=llm.kv_dtype,
+            c,
+            llm.weights,
+            llm.kv_dtype,
             capacity=context,
+            max_tokens=llm.prefill_chunk,
+            max_outputs=1 << (rows.bit_length() - 1),
+            progress=llm._stage("compiling kernels"),
         )
-        try:
-            self._runner = ModelRunner(
-                llm.runtime,
-                c,
-                llm.weights,
-                self._cache,
-                llm.prefill_chunk,
-                llm._stage("compiling kernels"),
-                max_outputs=1 << (rows.bit_length() - 1),
-            )
-        except BaseException:
-            self._cache.free()
-            raise
+        self._cache = self._runner.cache
 
     def run(self, windows: Sequence[Window], finished: Callable[[Window], None]) -> Iterator[int]:
         """Score windows; after each step, how many tokens have been scored."""

@@ -22,8 +22,8 @@ from xinfer_vk.models.config import ModelConfig, rope_inv_freq
 from xinfer_vk.models.decoder import DecoderWeights
 from xinfer_vk.models.graph import Activations, Graph
 from xinfer_vk.models.registry import family
-from xinfer_vk.plan import BufferKind, Recorded, Runtime
-from xinfer_vk.sampling.device import NAN_TOKEN, DeviceSampler, SamplerVariant, check_tokens
+from xinfer_vk.plan import Buffer, BufferKind, Recorded, Runtime
+from xinfer_vk.sampling.device import BIAS_ENTRIES, NAN_TOKEN, DeviceSampler, SamplerVariant, check_tokens
 from xinfer_vk.sampling.logprobs import TokenLogprobs
 
 Outputs = Literal["none", "last", "all"]
@@ -71,20 +71,27 @@ class ModelRunner:
         self.max_tokens = min(max(chunk, bucket(cache.max_sequences)), state_layout.MAX_TOKENS)
         self.max_outputs = min(bucket(max_outputs), max(self.max_tokens, bucket(cache.max_sequences)))
         self.steps_run = 0
+        self.last_dispatches = 0  # of the step run last
         self.bytes_read = 0
         self.compile_s = 0.0  # spent on making pipelines and recording plans
         self._plans: dict[tuple[int, int, Head], tuple[Recorded, int]] = {}
         self._table_stride = cache.blocks_per_sequence
         words = state_layout.state_words(cache.max_sequences, self._table_stride)
-        self._state = runtime.allocate("step state", words, BufferKind.STATE)
-        self._result = runtime.allocate("result tokens", self.max_outputs, BufferKind.RESULT)
         self._host_state = np.zeros(words, np.uint32)
         self._host_state[state_layout.TABLE_STRIDE] = self._table_stride
-        self._activations = Activations(
-            runtime, config, tokens=self.max_tokens, outputs=self.max_outputs, max_context=cache.capacity
-        )
-        self._rope_table = self._make_rope_table(cache.capacity)
         self._sampler: DeviceSampler | None = None
+        self._buffers: list[Buffer] = []
+        try:
+            self._state = self._allocate("step state", words, BufferKind.STATE)
+            self._result = self._allocate("result tokens", self.max_outputs, BufferKind.RESULT)
+            self._rope_table = self._make_rope_table(cache.capacity)
+            self._activations = Activations(
+                runtime, config, tokens=self.max_tokens, outputs=self.max_outputs, max_context=cache.capacity
+            )
+            self._buffers.append(self._activations.buffer)
+        except BaseException:
+            self.free()
+            raise
         self._query_tile = query_tile(runtime.profile, config.head_dim)
 
     @property
@@ -97,6 +104,7 @@ class ModelRunner:
                 self.max_outputs,
                 slots=self.cache.max_sequences,
                 history_tokens=self.cache.capacity,
+                bias_entries=self.max_outputs * BIAS_ENTRIES,
             )
         return self._sampler
 
@@ -112,7 +120,7 @@ class ModelRunner:
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        recorded, _ = self._plan(bucket(total), bucket(rows), head)
+        recorded, self.last_dispatches = self._plan(bucket(total), bucket(rows), head)
         recorded.run()
         for chunk in chunks:
             chunk.sequence.length += len(chunk.token_ids)
@@ -127,15 +135,12 @@ class ModelRunner:
         self.bytes_read += self.sampler.logprobs_bytes(row)
         return logprobs
 
-    def dispatches(self, tokens: int, outputs: int, head: Head = "argmax") -> int:
-        """How many dispatches a step of that shape takes."""
-        return self._plan(bucket(tokens), bucket(outputs), head)[1]
-
     def free(self) -> None:
         """Give the device memory back, the cache's not included."""
         self._plans.clear()
-        for buffer in (self._state, self._result, self._activations.buffer, self._rope_table.buffer):
+        for buffer in self._buffers:
             self.runtime.free(buffer)
+        self._buffers.clear()
         if self._sampler is not None:
             self._sampler.free()
             self._sampler = None
@@ -231,11 +236,48 @@ class ModelRunner:
         check_tokens(words, positions if len(positions) == rows else positions * rows, self.steps_run)
         return words.astype(np.int64)
 
+    def _allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
+        buffer = self.runtime.allocate(name, words, kind)
+        self._buffers.append(buffer)
+        return buffer
+
     def _make_rope_table(self, positions: int) -> Ref:
         """cos and sin of every angle, made in float64 here because a device's sin may be off by
         2⁻¹¹ (Vulkan spec, precision of core operations): ``[positions, rotary_dim / 2, 2]``."""
         angles = np.arange(positions, dtype=np.float64)[:, None] * rope_inv_freq(self.config)[None, :]
         table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
-        buffer = self.runtime.allocate("rotary table", table.size, BufferKind.WEIGHTS)
+        buffer = self._allocate("rotary table", table.size, BufferKind.WEIGHTS)
         self.runtime.write(buffer, 0, table.reshape(-1).view(np.uint32))
         return Ref(buffer, 0)
+
+
+def make_runner(
+    runtime: Runtime,
+    config: ModelConfig,
+    weights: DecoderWeights,
+    kv_dtype: str,
+    *,
+    capacity: int,
+    sequences: int = 1,
+    total: int | None = None,
+    max_tokens: int = 512,
+    max_outputs: int = MAX_OUTPUTS,
+    progress: Callable[[int, int], None] | None = None,
+) -> ModelRunner:
+    """A runner with a cache of its own, which :class:`KVCache` explains. Nothing stays allocated if the
+    device has no room for both."""
+    cache = KVCache(
+        runtime,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        kv_dtype=kv_dtype,
+        capacity=capacity,
+        sequences=sequences,
+        total=total,
+    )
+    try:
+        return ModelRunner(runtime, config, weights, cache, max_tokens, progress, max_outputs)
+    except BaseException:
+        cache.free()
+        raise

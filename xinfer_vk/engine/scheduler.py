@@ -11,12 +11,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import numpy as np
 
 from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import Chunk, Head, ModelRunner
+from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.sampling import reference
 from xinfer_vk.sampling.device import RowParams
@@ -25,12 +27,16 @@ from xinfer_vk.sampling.params import SamplingParams
 
 Sampler = Literal["device", "cpu"]
 
+UNDER_WAY = "another generation is under way on this LLM: finish or cancel it first"
+
 
 class Scheduler:
     """Runs generations to their ends over one :class:`ModelRunner`.
 
     ``sampler``: "device" brings four bytes a token back, "cpu" the whole row of logits, and samples
-    with the NumPy reference. ``progress(done, total)`` hears of prompt tokens.
+    with the NumPy reference. ``progress(done, total)`` hears of prompt tokens. ``lock`` is held during a
+    step: several schedulers may share a runner, from several threads, and each step has the state buffer
+    and the sampler to itself.
     """
 
     def __init__(
@@ -38,14 +44,18 @@ class Scheduler:
         runner: ModelRunner,
         sampler: Sampler = "device",
         progress: Callable[[int, int], None] | None = None,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.runner, self.sampler = runner, sampler
+        self._lock = lock or nullcontext()
         self._progress = progress
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._reserved: dict[Generation, int] = {}  # blocks promised to a running generation
-        self.decode_head: Head = "argmax"  # of the last step that had decode tokens
+        self.dispatches = 0  # of the last step, of one with decode tokens if there was any
         self.tokens_chosen = 0
+        self.bytes_read = 0
+        self._decoded = False
 
     def add(self, generation: Generation) -> None:
         self._waiting.append(generation)
@@ -55,7 +65,18 @@ class Scheduler:
         return bool(self._waiting or self._running)
 
     def step(self) -> list[Generation]:
-        """One step of the model; the generations that ended in it. Stopped ones end before it."""
+        """One step of the model; the generations that ended in it. Stopped ones end before it.
+
+        Raises :class:`UsageError` when others have all rows of the cache, and what the runner raises.
+        """
+        with self._lock:
+            read = self.runner.bytes_read
+            try:
+                return self._step()
+            finally:
+                self.bytes_read += self.runner.bytes_read - read
+
+    def _step(self) -> list[Generation]:
         ended = self._end_stopped()
         self._admit()
         batch = self._batch()
@@ -66,12 +87,15 @@ class Scheduler:
             self._release(generation)
         return ended + done
 
-    def abandon(self) -> None:
-        """End everything now; what there is stays in the generations."""
-        for generation in [*self._running, *self._waiting]:
-            generation.finish("interrupted")
-            self._release(generation)
-        self._waiting.clear()
+    def abandon(self, reason: str = "interrupted") -> list[Generation]:
+        """End everything now; the generations that were not at their end keep what they have."""
+        with self._lock:
+            unfinished = [*self._running, *self._waiting]
+            for generation in unfinished:
+                generation.finish(reason)
+                self._release(generation)
+            self._waiting.clear()
+        return unfinished
 
     # -- who runs -----------------------------------------------------------------------------
 
@@ -93,11 +117,15 @@ class Scheduler:
             blocks = -(-generation.needs_capacity // BLOCK_TOKENS)
             if sum(self._reserved.values()) + blocks > cache.allocator.count:
                 return
-            if leader is not None and leader.sequence is not None and leader.prefilled:
+            if leader is not None and leader.sequence is not None and leader.prefilled and cache.has_row:
                 shared = len(generation.prompt_ids) - 1  # the last token must run: its logits are wanted
                 generation.sequence = cache.fork(leader.sequence, shared)
                 generation.fed = generation.sequence.length
             elif generation.sequence is None:
+                if not cache.has_row:
+                    if self._running:
+                        return
+                    raise UsageError(UNDER_WAY)
                 generation.sequence = cache.open()
             generation.metrics.reused_tokens = generation.fed
             self._reserved[generation] = blocks
@@ -118,17 +146,18 @@ class Scheduler:
     def _batch(self) -> list[tuple[Generation, Chunk]]:
         room = self.runner.max_tokens
         batch: list[tuple[Generation, Chunk]] = []
+        for generation in self._running:
+            left = len(generation.prompt_ids) - 1 - generation.fed
+            if generation.want_prompt_logprobs and left > 0:
+                # A step of its own, whose every row is read: others wait for the few it takes.
+                assert generation.sequence is not None
+                tokens = generation.next_tokens(min(left, room, self.runner.max_outputs))
+                return [(generation, Chunk(generation.sequence, tokens, "all"))]
         for generation in sorted(self._running, key=lambda g: not g.prefilled):
             assert generation.sequence is not None
             if room == 0:
                 break
             tokens = generation.next_tokens(room)
-            left = len(generation.prompt_ids) - 1 - generation.fed
-            if generation.want_prompt_logprobs and left > 0:
-                if batch:
-                    continue  # it has a step of its own, whose every row is read
-                tokens = tokens[: min(left, self.runner.max_outputs)]
-                return [(generation, Chunk(generation.sequence, tokens, "all"))]
             last = generation.prefilled or generation.fed + len(tokens) == len(generation.prompt_ids)
             batch.append((generation, Chunk(generation.sequence, tokens, "last" if last else "none")))
             room -= len(tokens)
@@ -144,9 +173,10 @@ class Scheduler:
             return
         choosing = [g for g, c in batch if c.outputs == "last"]
         head = self._head(choosing)
-        if any(g.prefilled for g, _ in batch):
-            self.decode_head = head
+        decoding = any(g.prefilled for g, _ in batch)
         out = self.runner.run([c for _, c in batch], head)
+        if decoding or not self._decoded:
+            self._decoded, self.dispatches = decoding, self.runner.last_dispatches
         self._note_prompts(batch, began, compiled)
         now, compile_s = time.perf_counter(), self.runner.compile_s - compiled
         self.tokens_chosen += len(choosing)

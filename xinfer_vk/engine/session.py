@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.engine.generation import Generation, GenerationResult
+from xinfer_vk.engine.scheduler import UNDER_WAY
+from xinfer_vk.engine.stream import GenerationStream
 from xinfer_vk.errors import UsageError
 from xinfer_vk.fields import quoted
 from xinfer_vk.sampling.params import SamplingParams
@@ -297,10 +299,11 @@ class ChatSession:
         llm, generation = self.llm, stream._generation
         cache, intact = None, False
         try:
-            runner = llm._runner_for(max(self.context, generation.needs_capacity))
-            cache = runner.cache
-            self._take(cache, generation)
-            yield from llm._stream_on(runner, generation)
+            scheduler = llm._begin(generation, self.context)
+            cache = scheduler.runner.cache
+            with llm._lock:
+                self._take(cache, generation)
+            yield from GenerationStream(lambda _: scheduler, generation, llm._complete)
             intact = True
         except GeneratorExit:  # closed between two steps
             intact = True
@@ -313,6 +316,8 @@ class ChatSession:
         token must run, because its logits are wanted."""
         kept, self._kept = self._kept, None
         if kept is None or kept.cache is not cache or not cache.take_back(kept.sequence):
+            if not cache.has_row:
+                raise UsageError(UNDER_WAY)
             generation.sequence = cache.open()
             return
         generation.sequence, ids = kept.sequence, generation.prompt_ids
@@ -325,11 +330,12 @@ class ChatSession:
         generation, self._current = stream._generation, None
         sequence, generation.sequence = generation.sequence, None
         if cache is not None and sequence is not None:
-            if intact:
-                cache.park(sequence)
-                self._kept = Kept(cache, sequence, generation.tokens[: sequence.length])
-            else:
-                cache.close(sequence)
+            with self.llm._lock:
+                if intact:
+                    cache.park(sequence)
+                    self._kept = Kept(cache, sequence, generation.tokens[: sequence.length])
+                else:
+                    cache.close(sequence)
         text = generation.result().text
         if text or generation.finish_reason in ("stop", "length"):
             self._turns, self._dropped = [*stream._turns, Turn(stream._text, text)], stream._dropped

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from xinfer_vk.engine.generation import Generation, GenerationResult
 from xinfer_vk.engine.scheduler import Scheduler
 
 
 class GenerationStream:
-    """Iterate to get text as it is made, whole characters only; afterwards :attr:`result` is there.
+    """Iterate to get text as it is made, whole characters only; afterwards :attr:`result` is there. Nothing
+    runs before the first piece is asked for. A context manager, which closes it.
 
     Whatever ends the loop, an exception included, the sequence's cache blocks are given back, and
     :attr:`partial_result` holds what was made until then.
@@ -17,11 +18,11 @@ class GenerationStream:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        begin: Callable[[Generation], Scheduler],
         generation: Generation,
         finished: Callable[[Generation, Scheduler], None],
     ) -> None:
-        self._scheduler, self._generation, self._finished = scheduler, generation, finished
+        self._begin, self._generation, self._finished = begin, generation, finished
         self._iterator = self._run()
 
     def __iter__(self) -> Iterator[str]:
@@ -29,6 +30,16 @@ class GenerationStream:
 
     def __next__(self) -> str:
         return next(self._iterator)
+
+    def __enter__(self) -> GenerationStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the generation here and give its cache blocks back; nothing happens if it has ended."""
+        self._iterator.close()
 
     def cancel(self) -> None:
         """End the generation after the step under way; safe from another thread or a signal handler."""
@@ -46,14 +57,17 @@ class GenerationStream:
         """What there is so far, without running anything: what remains after an error."""
         return self._generation.result()
 
-    def _run(self) -> Iterator[str]:
-        scheduler, generation = self._scheduler, self._generation
-        scheduler.add(generation)
+    def _run(self) -> Generator[str, None, None]:
+        generation = self._generation
+        scheduler = self._begin(generation)
         try:
             while scheduler.busy:
                 scheduler.step()
                 if text := generation.take():
                     yield text
+        except Exception:
+            generation.finish("error")
+            raise
         finally:
             scheduler.abandon()
             self._finished(generation, scheduler)
