@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from xinfer_vk.errors import DeviceError
+from xinfer_vk.folders import cache_folder
 from xinfer_vk.plan import Buffer, BufferKind, Plan, Step
 from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.vulkan.devices import DeviceInfo, list_devices
@@ -31,14 +32,10 @@ POISON = np.uint32(0x7FC0DEAD)  # a quiet NaN with a payload of its own: "nobody
 CI = os.environ.get("CI", "").lower() in ("1", "true")
 
 
-def cache_dir() -> Path:
-    return Path(os.environ.get("XINFER_VK_CACHE") or Path.home() / ".cache" / "xinfer-vk")
-
-
 def _add_swiftshader() -> None:
     """Put SwiftShader beside the system's drivers. The loader reads this when an instance is made."""
     named = os.environ.get("XINFER_VK_SWIFTSHADER_ICD")
-    icd = Path(named) if named else cache_dir() / "swiftshader" / "vk_swiftshader_icd.json"
+    icd = Path(named) if named else cache_folder() / "swiftshader" / "vk_swiftshader_icd.json"
     known = os.environ.get("VK_ADD_DRIVER_FILES", "")
     chosen = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
     if icd.exists() and str(icd) not in known and not chosen:

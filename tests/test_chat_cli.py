@@ -40,8 +40,9 @@ from xinfer_vk.cli.chat_settings import (
     settings_table,
     with_settings,
 )
-from xinfer_vk.cli.chat_view import PlainView, TerminalView, printable
-from xinfer_vk.errors import DeviceError, UsageError
+from xinfer_vk.cli.chat_view import PlainView, TerminalView
+from xinfer_vk.cli.output import printable
+from xinfer_vk.errors import DeviceError, UsageError, XinferError
 from xinfer_vk.sampling.params import SamplingParams
 
 CONTEXT = 256
@@ -382,6 +383,30 @@ def test_a_saved_chat_is_loaded_as_it_was(chat: Chat, seen: Seen, llm: LLM, tmp_
     assert other.session.params == chat.session.params
     record = json.loads(path.read_text(encoding="utf-8"))
     assert (record["format"], record["version"], record["model"]) == ("xinfer-vk chat", 1, "tiny")
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("command", ["save", "load"])
+def test_names_that_no_file_can_have_are_refused(chat: Chat, command: str, name: str) -> None:
+    with pytest.raises(UsageError):
+        chat.handle(f"/{command} {name}")
+
+
+def test_a_chat_that_the_template_refuses_changes_nothing(tmp_path: Path) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system text') }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    save_chat(
+        tmp_path / "x",
+        SavedChat("other", SamplingParams(temperature=0.5), [{"role": "system", "content": "be terse"}]),
+    )
+    with LLM(write_chat_model(tmp_path / "m", template), device="numpy", kv_dtype="f32") as llm:
+        session = llm.chat()
+        before = session.params
+        with pytest.raises(XinferError, match="no system text"):
+            Chat(session, Seen()).handle(f"/load {tmp_path / 'x'}")
+        assert session.params == before
 
 
 def test_another_models_chat_is_loaded_with_a_notice(chat: Chat, seen: Seen, tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from cli_helpers import TIMING, assert_one_error, xinfer
 
+from xinfer_vk.cli.jsonl import OrderedWriter
+from xinfer_vk.errors import XinferError
+
 
 @pytest.fixture
 def common(tiny_model: Path) -> list[str]:
@@ -43,13 +46,18 @@ def test_a_file_of_prompts_becomes_a_file_of_results_in_its_order(common: list[s
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json", ["in.jsonl:2", "not JSON"]),
+        ("{not json", ["in.jsonl:2", "not valid JSON"]),
         ("[1, 2]", ["in.jsonl:2", "prompt"]),
         ('{"prompt": ""}', ["in.jsonl:2", "prompt"]),
         ('{"prompt": "x", "temprature": 1}', ["in.jsonl:2", "temprature"]),
         ('{"prompt": "x", "top_p": -1}', ["in.jsonl:2", "top_p"]),
         ('{"prompt": "x", "logit_bias": {"a": 1}}', ["in.jsonl:2", "logit_bias"]),
         ('{"prompt": "x", "stop_token_ids": [999999]}', ["in.jsonl:2", "999999"]),
+        ('{"prompt": "x", "prompt": "y"}', ["in.jsonl:2", "prompt", "twice"]),
+        ('{"prompt": "\\ud800"}', ["in.jsonl:2", "\\ud800", "half of a character"]),
+        ('{"prompt": "x", "id": {"a": ["\\udfff"]}}', ["in.jsonl:2", "\\udfff", "half of a character"]),
+        ('{"prompt": "x", "temperature": NaN}', ["in.jsonl:2", "NaN"]),
+        (json.dumps({"prompt": "word " * 40000}), ["in.jsonl:2", "longer than the context"]),
     ],
 )
 def test_a_bad_line_is_named_and_the_others_run_with_keep_going(
@@ -123,7 +131,65 @@ def test_recommended_values_are_used_and_shown(tiny_model: Path, common: list[st
         (["--penalty-window", "0", "--presence-penalty", "1"], ["penalty_window"]),
         (["--output", "/no/such/folder/x"], ["/no/such/folder/x"]),
         (["--prompts", "/no/such/file"], ["exclude each other"]),
+        (["--sampler-order", ""], ["sampler_order"]),
+        (["--output", "/"], ["directory"]),
     ],
 )
 def test_bad_options_are_one_clear_line(common: list[str], args: list[str], words: list[str]) -> None:
     assert_one_error(xinfer(*common, "-p", "a", *args), 2, *words)
+
+
+def test_an_old_file_of_results_stays_when_nothing_is_run(common: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("old\n")
+    prompts = write_lines(tmp_path / "in.jsonl", '"a"', '{"prompt": "x", "top_p": -1}')
+    assert_one_error(xinfer(*common, "--prompts", prompts, "-o", str(out)), 2, "in.jsonl:2")
+    assert_one_error(xinfer(*common, "-p", "a", "--model", "/no/such/model", "-o", str(out)), 1, "/no/such")
+    assert out.read_text() == "old\n"
+    new = tmp_path / "new.jsonl"
+    assert_one_error(xinfer(*common, "--prompts", prompts, "-o", str(new)), 2, "in.jsonl:2")
+    assert not new.exists()
+
+
+def test_results_are_not_written_over_the_prompts(common: list[str], tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "in.jsonl", '"a"')
+    (tmp_path / "link").symlink_to(prompts)
+    for out in (prompts, str(tmp_path / "link")):
+        assert_one_error(xinfer(*common, "--prompts", prompts, "-o", out), 2, "--output", "--prompts")
+    assert Path(prompts).read_text() == '"a"\n'
+
+
+def test_the_only_line_of_a_file_is_named_too(common: list[str], tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "in.jsonl", '{"prompt": "x", "top_p": -1}')
+    assert_one_error(xinfer(*common, "--prompts", prompts), 2, "in.jsonl:1", "top_p")
+
+
+def test_a_dash_is_standard_output(common: list[str]) -> None:
+    result = xinfer(*common, "-p", "a", "-p", "b", "-o", "-", "-q")
+    assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["a", "b"]
+
+
+def test_a_byte_order_mark_and_minus_infinity_are_read(common: list[str], tmp_path: Path) -> None:
+    args = [*common, "-n", "1", "-q", "--json"]
+    first = json.loads(xinfer(*args, "-p", "a").stdout)["token_ids"][0]
+    path = tmp_path / "in.jsonl"
+    line = json.dumps({"prompt": "a", "logit_bias": {str(first): "-inf"}})
+    path.write_text("\ufeff" + line, encoding="utf-8")
+    result = xinfer(*args, "--prompts", str(path))
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["token_ids"][0] != first
+
+
+def test_a_writer_that_fails_says_so_once(tmp_path: Path) -> None:
+    writer = OrderedWriter("/dev/full")
+    with pytest.raises(XinferError, match="cannot write to /dev/full: No space left on device"):
+        writer.write(0, {"text": "x"})
+    writer.write(1, {"text": "y"})
+    writer.close()
+
+
+def test_a_record_with_half_a_character_is_written_all_the_same(tmp_path: Path) -> None:
+    writer = OrderedWriter(str(tmp_path / "out"))
+    writer.write(0, {"text": "\ud800"})
+    writer.close()
+    assert json.loads((tmp_path / "out").read_text()) == {"text": "\ud800"}

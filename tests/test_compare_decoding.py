@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import sys
 import threading
@@ -20,6 +22,7 @@ from xinfer_vk.cli import compare_decoding as cli
 from xinfer_vk.engine.compare import METHODS, Decoding, Kept, compare_decoding, kept_at_each_step
 from xinfer_vk.engine.repetition import distinct_ngrams, repeated_ngrams, repeats
 from xinfer_vk.errors import UsageError
+from xinfer_vk.sampling.params import SamplingParams
 
 PROMPT = list(range(20, 120))  # three full blocks of the cache and a part
 LOOPING = "The best way to learn a language is"  # SmolLM2 goes round in circles after this, if greedy
@@ -217,6 +220,22 @@ def test_the_table_shows_every_method_with_its_figures(common: list[str]) -> Non
     for name in METHODS:
         row = next(line for line in figures.splitlines() if line.strip().startswith(name))
         assert "%" in row and row.split()[-2:] == ["6", "length"]
+
+
+def test_a_narrow_terminal_has_a_line_of_figures_for_each_method(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rich.console
+
+    shown = io.StringIO()
+    narrow = rich.console.Console(file=shown, force_terminal=True, width=40, color_system=None)
+    monkeypatch.setattr(rich.console, "Console", lambda: narrow)
+    tokens = llm.tokenizer.encode("a\x1b[2Jb", parse_special=False)
+    result = dataclasses.replace(llm.generate("a", max_new_tokens=1), token_ids=tuple(tokens))
+    cli.show(llm, [Decoding("greedy", SamplingParams(), result, 0.5, None)])
+    text = " ".join(shown.getvalue().split())
+    assert f"greedy: repeated 50.0 %, distinct-2 –, tokens {len(tokens)}, length" in text
+    assert "a␛[2Jb" in text, "a model must not steer the terminal"
 
 
 def test_json_holds_the_kept_probability_of_every_step_and_the_plot_is_written(

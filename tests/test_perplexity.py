@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from model_files import tiny_config, write_hf_model
 
 from xinfer_vk import LLM
+from xinfer_vk.cli import perplexity as cli
 from xinfer_vk.engine.perplexity import Perplexity, Window, Windowing, estimate
 from xinfer_vk.engine.runner import Chunk
 from xinfer_vk.errors import NumericError, UsageError
@@ -336,6 +337,12 @@ def test_nan_logits_name_the_token(model: Path) -> None:
 def test_bad_input_is_refused_by_name(llm: LLM, text: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         llm.perplexity(text, **options)
+
+
+def test_one_is_singular(llm: LLM) -> None:
+    result = llm.perplexity(IDS[:2])
+    assert "(1 token, " in cli.result_line(result)
+    assert cli.describe_result(result).startswith("1 window of ")
 
 
 # -- the command ------------------------------------------------------------------------------------

@@ -678,7 +678,7 @@ def test_wrong_arguments_are_refused(device, monkeypatch):
         KomputeRuntime(device.info)
     monkeypatch.setenv("XINFER_VK_STEPS_PER_SUBMIT", "")
     monkeypatch.setenv("XINFER_VK_MEMORY", "none")
-    with pytest.raises(UsageError, match="memory 'none'"):
+    with pytest.raises(UsageError, match="XINFER_VK_MEMORY 'none'"):
         KomputeRuntime(device.info)
 
 

@@ -32,7 +32,15 @@ def quoted(value: object) -> str:
 
 
 def parse_json(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object from bytes, strictly.
+    """A JSON object from bytes, as strictly as :func:`parse_json_value`."""
+    out = parse_json_value(data, where)
+    if not isinstance(out, dict):
+        raise ModelError(f"{where}: holds a JSON {type(out).__name__}, an object was expected")
+    return out
+
+
+def parse_json_value(data: bytes, where: str) -> Any:
+    """A JSON value from bytes, strictly.
 
     Refused besides bad syntax: text that is not UTF-8, a key that occurs twice in one object, NaN and
     infinities (which Python's parser takes), nesting deeper than the interpreter's stack.
@@ -54,16 +62,13 @@ def parse_json(data: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as e:
         raise ModelError(f"{where}: not UTF-8 text (byte {e.start})") from None
     try:
-        out = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
     except json.JSONDecodeError as e:
         raise ModelError(f"{where}: not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
     except RecursionError:
         raise ModelError(f"{where}: the JSON is nested too deeply") from None
     except ValueError:  # an integer with more digits than Python converts
         raise ModelError(f"{where}: a number in the JSON has too many digits") from None
-    if not isinstance(out, dict):
-        raise ModelError(f"{where}: holds a JSON {type(out).__name__}, an object was expected")
-    return out
 
 
 class _Required:

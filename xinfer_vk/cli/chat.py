@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.debug import wants_traceback
+from xinfer_vk.cli.interrupt import exit_code, terminated
 from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import XinferError
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from xinfer_vk.cli.chat_input import LineEditor
     from xinfer_vk.engine.session import ChatSession
 
-INTERRUPTED = 130
-DEFAULT_MAX_NEW_TOKENS = 512
+MAX_ANSWER_TOKENS = 512
 
 
 @click.command("chat")
@@ -29,7 +29,7 @@ DEFAULT_MAX_NEW_TOKENS = 512
     "--max-new-tokens",
     "-n",
     type=click.IntRange(min=1),
-    default=DEFAULT_MAX_NEW_TOKENS,
+    default=MAX_ANSWER_TOKENS,
     show_default=True,
     help="Tokens of an answer at most.",
 )
@@ -74,8 +74,6 @@ def command(
     """
     fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
     params_from_options({**options, "recommended": False}, **fields)  # a mistake is told before loading
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
     with ProgressBar(enabled=False if quiet else None) as progress:
@@ -130,6 +128,8 @@ def talk(chat: Chat, editor: LineEditor) -> None:
         except EOFError:
             return
         except KeyboardInterrupt:
+            if terminated():
+                raise
             if leaving:
                 return
             leaving, chat.editing = True, False
@@ -141,14 +141,18 @@ def talk(chat: Chat, editor: LineEditor) -> None:
         except Quit:
             return
         except KeyboardInterrupt:
+            if terminated():
+                raise
             chat.view.notice("(stopped)")
         except XinferError as error:
             chat.view.error(str(error))
         except Exception as error:
-            if os.environ.get("XINFER_VK_DEBUG") or "--debug" in sys.argv:
+            if wants_traceback():
                 raise
             text = " ".join(str(error).split()) or "no message"
             chat.view.error(f"unexpected {type(error).__name__}: {text} (this is a bug; /save still works)")
+        if terminated():
+            raise click.exceptions.Exit(exit_code())
 
 
 def converse(chat: Chat, lines: Iterable[tuple[int, str]]) -> None:
@@ -165,4 +169,4 @@ def converse(chat: Chat, lines: Iterable[tuple[int, str]]) -> None:
             error.args = (f"line {number}: {error}",)
             raise
         if chat.interrupted:
-            raise click.exceptions.Exit(INTERRUPTED)
+            raise click.exceptions.Exit(exit_code())

@@ -106,6 +106,7 @@ class Chat:
                 for piece in stream:
                     self.view.piece(piece)
         finally:
+            stream.close()  # if it has not ended: not some time later
             if self._progress is not None:
                 self._progress.close()
             self.interrupted = stream.partial_result.finish_reason == "interrupted"
@@ -198,8 +199,9 @@ class Chat:
             raise UsageError(
                 f"this conversation is not saved: /save it first, or /load -f {path} gives it up"
             )
-        session.params = chat.params  # refuses token ids that this model does not have
-        session.messages = chat.messages
+        chat.params.check_vocabulary(session.llm.config.vocab_size)  # all is checked before anything changes
+        session.messages = chat.messages  # refuses what the template does not take
+        session.params = chat.params
         self._saved, self.editing = session.messages, False
         self.view.notice(f"loaded {turns(len(session.turns))} from {path}, with its settings")
         if chat.model != session.llm.name:
@@ -250,4 +252,9 @@ def file_argument(command: str, text: str) -> tuple[bool, Path]:
     name = text[2:].strip() if force else text
     if not name:
         raise UsageError(f"/{command} needs a file: /{command} FILE")
-    return force, Path(name).expanduser()
+    if "\0" in name:
+        raise UsageError(f"{quoted(name)} cannot be the name of a file: it holds a NUL")
+    try:
+        return force, Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{quoted(name)}: there is no such home directory: write out the path") from None

@@ -49,6 +49,10 @@ def save_chat(path: Path, chat: SavedChat, *, overwrite: bool = False) -> None:
         _write_atomically(path, json.dumps(record, ensure_ascii=False, indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{path} cannot be written: {quoted(error.object[error.start])} in it is no UTF-8"
+        ) from error
 
 
 def _write_atomically(path: Path, text: str) -> None:

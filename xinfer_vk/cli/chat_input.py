@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from xinfer_vk.cli.chat_commands import COMMANDS
 from xinfer_vk.cli.chat_settings import DEFAULTS
 from xinfer_vk.errors import UsageError
-from xinfer_vk.weights.pull import models_dir
+from xinfer_vk.folders import cache_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit.completion import Completer
@@ -35,7 +35,7 @@ def plain_lines(source: IO[bytes] | None = None) -> Iterator[tuple[int, str]]:
         source = io.BytesIO() if sys.stdin is None else sys.stdin.buffer
     for number, data in enumerate(source, 1):
         try:
-            line = data.decode("utf-8").rstrip("\r\n")
+            line = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"line {number} of standard input is not UTF-8 (byte {error.start}): convert it"
@@ -161,6 +161,9 @@ def _history(path: Path | None) -> History:
     return QuietFileHistory(str(path))
 
 
-def history_file() -> Path:
-    """Where what was typed is kept: in the cache directory."""
-    return models_dir().parent / "chat_history"
+def history_file() -> Path | None:
+    """Where what was typed is kept: in the cache folder, if there is one."""
+    try:
+        return cache_folder() / "chat_history"
+    except UsageError:
+        return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from xinfer_vk.cli.logit_bias import bias_from_json, bias_to_json
 from xinfer_vk.errors import UsageError
 from xinfer_vk.fields import quoted
 from xinfer_vk.sampling.params import SamplingParams
@@ -59,7 +59,7 @@ def _assignments(text: str) -> Iterator[tuple[str, Any]]:
 def _value(name: str, value: Any) -> Any:
     """A word as what the parameter is. What cannot be read stays as it is, for SamplingParams to refuse."""
     if name not in DEFAULTS or not isinstance(value, str):
-        return _bias_from_json(value) if name == "logit_bias" else value
+        return bias_from_json(value) if name == "logit_bias" else value
     default = DEFAULTS[name]
     if value == "default" or (value == "none" and default in (None, ())):
         return default
@@ -95,18 +95,6 @@ def _bias_from_text(value: str) -> dict[int, float]:
         ) from None
 
 
-def _bias_from_json(value: Any) -> Any:
-    """JSON has texts for keys, and no infinity."""
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        int(token) if isinstance(token, str) and token.isdecimal() else token: (
-            -math.inf if bias == "-inf" else bias
-        )
-        for token, bias in value.items()
-    }
-
-
 def settings_table(params: SamplingParams) -> list[tuple[str, str]]:
     """Every parameter and its value, with the default where it differs."""
     rows = []
@@ -131,9 +119,7 @@ def _shown(value: Any) -> str:
 def settings_record(params: SamplingParams) -> dict[str, Any]:
     """Every parameter, as JSON can hold it."""
     record = {name: getattr(params, name) for name in DEFAULTS}
-    record["logit_bias"] = {
-        str(token): "-inf" if bias == -math.inf else bias for token, bias in params.logit_bias.items()
-    }
+    record["logit_bias"] = bias_to_json(params.logit_bias)
     return record
 
 
@@ -141,5 +127,5 @@ def settings_from_record(record: Mapping[str, Any]) -> SamplingParams:
     """The inverse of :func:`settings_record`. Raises :class:`UsageError`."""
     fields = dict(record)
     if "logit_bias" in fields:
-        fields["logit_bias"] = _bias_from_json(fields["logit_bias"])
+        fields["logit_bias"] = bias_from_json(fields["logit_bias"])
     return SamplingParams.from_dict(fields)

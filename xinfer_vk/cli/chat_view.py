@@ -6,15 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from xinfer_vk.cli.output import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-# Control characters but newline and tab, as the pictures of them: a model must not steer the terminal.
-PICTURES = {
-    **{c: 0x2400 + c for c in range(0x20) if c not in (0x09, 0x0A)},
-    0x7F: 0x2421,
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-}
 
 Rows = Sequence[tuple[str, str]]
 
@@ -36,11 +31,6 @@ class View(Protocol):
 
     def table(self, rows: Rows) -> None:
         """Names and what they are."""
-
-
-def printable(text: str) -> str:
-    """``text`` without what a terminal would obey."""
-    return text.translate(PICTURES)
 
 
 def _write(stream: TextIO, text: str) -> None:

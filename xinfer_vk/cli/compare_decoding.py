@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.interrupt import interruptible
+from xinfer_vk.cli.interrupt import exit_code, interruptible
+from xinfer_vk.cli.jsonl import check_unicode
 from xinfer_vk.cli.options import model_options
+from xinfer_vk.cli.output import printable, say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.source import read_prompt
 from xinfer_vk.errors import UsageError
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from xinfer_vk.engine.compare import Decoding, Kept
     from xinfer_vk.engine.llm import LLM
 
-INTERRUPTED = 130
 PIPE_WIDTH = 140  # columns of the table when nobody says how wide the terminal is
+LEAST_TABLE = 60  # columns that the table of figures needs
 LEAST_COLUMN = 20  # narrower columns are hard to read: texts stand one below the other then
 REPEATED = "red"
 PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
@@ -114,21 +115,25 @@ def command(
                     on_step=lambda made: progress("generating", made, most),
                 )
                 kept: list[Kept] | None = None
-                if as_json or plot is not None:
-                    kept = kept_at_each_step(
-                        llm, decodings, lambda done, total: progress("kept probability", done, total), stop
-                    )
-            progress.close()
-            if as_json:
-                click.echo(json.dumps(as_record(llm, text, seed, decodings, kept), ensure_ascii=False))
-            else:
-                show(llm, decodings)
+
+                def tell_kept(done: int, total: int) -> None:
+                    progress("kept probability", done, total)
+
+                try:
+                    if as_json or plot is not None:
+                        kept = kept_at_each_step(llm, decodings, tell_kept, stop)
+                finally:  # an error in the second part does not take away the texts of the first
+                    progress.close()
+                    if as_json:
+                        say_json(as_record(llm, text, seed, decodings, kept))
+                    else:
+                        show(llm, decodings)
             if plot is not None and kept is not None:
                 save_plot(plot, decodings, kept)
                 if not quiet:
                     click.echo(f"plot: {plot}", err=True)
     if stop.is_set():
-        raise click.exceptions.Exit(INTERRUPTED)
+        raise click.exceptions.Exit(exit_code())
 
 
 def prompt_text(prompt: str | None, file: str | None) -> str:
@@ -137,6 +142,7 @@ def prompt_text(prompt: str | None, file: str | None) -> str:
     text = read_prompt(file) if prompt is None or prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
+    check_unicode(text, "the prompt")
     return text
 
 
@@ -183,25 +189,31 @@ def show(llm: LLM, decodings: Sequence[Decoding]) -> None:
     if not console.is_terminal:
         console = Console(width=PIPE_WIDTH)
     beside = console.width >= len(decodings) * (LEAST_COLUMN + 2)
-    texts = [marked_text(llm, d.result.token_ids) for d in decodings]
+    texts = [marked_text(llm, d.result.token_ids, console.is_terminal) for d in decodings]
     for part in side_by_side(decodings, texts) if beside else stacked(decodings, texts):
         console.print(part)
     if console.color_system is not None and any(text.spans for text in texts):
         console.print(Text.assemble(("Red", REPEATED), ": ends four tokens that came before in this order."))
-    console.print(figures(decodings))
+    if console.width >= LEAST_TABLE:
+        console.print(figures(decodings))
+    else:
+        for line in figure_lines(decodings):
+            console.print(line, highlight=False)
 
 
-def marked_text(llm: LLM, token_ids: Sequence[int]) -> Text:
-    """The text of tokens, those marked that end four tokens which came before in the same order."""
+def marked_text(llm: LLM, token_ids: Sequence[int], for_terminal: bool = False) -> Text:
+    """The text of tokens, those marked that end four tokens which came before in the same order.
+    ``for_terminal``: without what a terminal would obey."""
     from rich.text import Text
 
     from xinfer_vk.engine.repetition import repeats
     from xinfer_vk.text.stream import StreamDecoder
 
     decoder, text = StreamDecoder(llm.tokenizer), Text()
+    clean = printable if for_terminal else str
     for token, again in zip(token_ids, repeats(token_ids)):
-        text.append(decoder.push(token), REPEATED if again else None)
-    text.append(decoder.finish())
+        text.append(clean(decoder.push(token)), REPEATED if again else None)
+    text.append(clean(decoder.finish()))
     return text
 
 
@@ -235,14 +247,27 @@ def figures(decodings: Sequence[Decoding]) -> Table:
         table.add_column(title, justify="right")
     table.add_column("ended by")
     for d in decodings:
-        table.add_row(
-            d.name,
-            "–" if d.repeated_4grams is None else f"{100 * d.repeated_4grams:.1f} %",
-            "–" if d.distinct_2 is None else f"{d.distinct_2:.2f}",
-            str(len(d.result.token_ids)),
-            d.result.finish_reason,
-        )
+        table.add_row(d.name, *figures_of(d))
     return table
+
+
+def figure_lines(decodings: Sequence[Decoding]) -> list[str]:
+    """The figures where there is no room for a table: a line a method."""
+    lines = []
+    for d in decodings:
+        repeated, distinct, tokens, ended = figures_of(d)
+        lines.append(f"{d.name}: repeated {repeated}, distinct-2 {distinct}, tokens {tokens}, {ended}")
+    return lines
+
+
+def figures_of(d: Decoding) -> tuple[str, str, str, str]:
+    """Repeated 4-grams, distinct 2-grams, tokens, what ended it."""
+    return (
+        "–" if d.repeated_4grams is None else f"{100 * d.repeated_4grams:.1f} %",
+        "–" if d.distinct_2 is None else f"{d.distinct_2:.2f}",
+        str(len(d.result.token_ids)),
+        d.result.finish_reason,
+    )
 
 
 # -- the plot -------------------------------------------------------------------------------------

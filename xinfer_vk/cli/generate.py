@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import dataclasses
 import threading
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.interrupt import interruptible
-from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, read_prompts
+from xinfer_vk.cli.interrupt import exit_code, interruptible
+from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, check_output, check_unicode, read_prompts
 from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
+from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.report import (
     as_record,
@@ -23,13 +23,11 @@ from xinfer_vk.cli.report import (
 )
 from xinfer_vk.cli.source import read_prompt
 from xinfer_vk.errors import UsageError
+from xinfer_vk.sampling.params import DEFAULT_MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM, GenerationResult
     from xinfer_vk.sampling.params import SamplingParams
-
-INTERRUPTED = 130
-DEFAULT_MAX_NEW_TOKENS = 256
 
 
 def gather_prompts(
@@ -56,6 +54,7 @@ def gather_prompts(
     for text in texts:
         if not text.strip():
             raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
+        check_unicode(text, "the prompt")
     return [PromptLine(f"prompt {i}", text, None, None, {}) for i, text in enumerate(texts, 1)]
 
 
@@ -68,8 +67,10 @@ def gather_prompts(
     type=click.Path(),
     help='JSON lines: {"prompt": …, "system": …, "id": …, "temperature": …}; run as one batch.',
 )
-@click.option("--output", "-o", type=click.Path(), help="Write results as JSON lines, in input order.")
-@click.option("--keep-going", is_flag=True, help="Leave out lines of --prompts that cannot be read.")
+@click.option(
+    "--output", "-o", type=click.Path(), help="Write results as JSON lines, in input order; - prints."
+)
+@click.option("--keep-going", is_flag=True, help="Leave out lines of --prompts that cannot be run.")
 @click.option("--system", "-s", help="System text for the chat template.")
 @click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
 @click.option(
@@ -134,6 +135,9 @@ def command(
     --prompts) run as one batch, and each result is printed as it ends. Ctrl-C stops early and keeps
     what there is (exit code 130).
     """
+    if output is not None:
+        check_output(output, prompts)
+    check_unicode(system or "", "the system text")
     lines = gather_prompts(prompt, file, prompts, keep_going)
     show = Shown(as_json=as_json, quiet=quiet, verbose=verbose, speed=speed_report)
     fields: dict[str, Any] = {
@@ -156,14 +160,24 @@ def command(
                 show.tell(describe(llm))
             if verbose and options["recommended"]:
                 show.tell(describe_recommended(params))
-            batch = Batch(llm, lines, params, raw, system, prompt_logprobs, samples, keep_going)
+            batch = Batch(
+                llm,
+                lines,
+                params,
+                raw=raw,
+                system=system,
+                prompt_logprobs=prompt_logprobs,
+                samples=samples,
+                keep_going=keep_going,
+                named=prompts is not None or len(lines) > 1,
+            )
             if len(batch.lines) == samples == 1 and output is None:
                 result = run_one(batch, show, progress)
                 interrupted = result.finish_reason == "interrupted"
             else:
                 interrupted = run_batch(batch, show, output)
     if interrupted:
-        raise click.exceptions.Exit(INTERRUPTED)
+        raise click.exceptions.Exit(exit_code())
 
 
 class Shown:
@@ -171,8 +185,6 @@ class Shown:
 
     def __init__(self, *, as_json: bool, quiet: bool, verbose: bool, speed: bool) -> None:
         self.as_json, self.quiet, self.verbose, self.speed = as_json, quiet, verbose, speed
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows ? and goes on
 
     def tell(self, message: str) -> None:
         if not self.quiet:
@@ -190,19 +202,21 @@ class Shown:
 
 
 class Batch:
-    """The prompts as token ids with their parameters. With ``keep_going``, those that cannot be run are
-    told and left out."""
+    """The prompts as token ids with their parameters, checked one by one. With ``keep_going``, those that
+    cannot be run are told and left out. ``named``: errors say which prompt it is."""
 
     def __init__(
         self,
         llm: LLM,
         lines: list[PromptLine],
         params: SamplingParams,
+        *,
         raw: bool,
         system: str | None,
         prompt_logprobs: bool,
         samples: int,
         keep_going: bool,
+        named: bool,
     ) -> None:
         self.llm, self.prompt_logprobs, self.samples = llm, prompt_logprobs, samples
         self.lines: list[PromptLine] = []
@@ -214,8 +228,9 @@ class Batch:
                 chosen.check_vocabulary(llm.config.vocab_size)
                 text_system = line.system if line.system is not None else system
                 ids = llm.encode(line.prompt, system=text_system, raw=raw or None)
+                llm.check_fits(ids, chosen)
             except UsageError as error:
-                if len(lines) == 1:
+                if not named:
                     raise
                 if not keep_going:
                     raise UsageError(f"{line.where}: {error}") from error
@@ -234,23 +249,27 @@ class Batch:
 
 
 def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResult:
-    """One prompt, streamed."""
+    """One prompt, streamed. What there is of it when an error ends it is printed before the error."""
+    reason = None  # why it ended, if the stream itself does not know
     stream = batch.llm.stream(batch.ids[0], batch.params[0], prompt_logprobs=batch.prompt_logprobs)
-    out = sys.stdout
-    try:
-        with interruptible(stream.cancel):
-            for piece in stream:
-                if not show.as_json:
-                    out.write(piece)
-                    out.flush()
-    finally:
-        progress.close()
-        if not show.as_json and stream.partial_result.text:
-            out.write("\n")
-            out.flush()
-    result = stream.result
-    if show.as_json:
-        click.echo(json.dumps(batch.record(result), ensure_ascii=False))
+    with stream:
+        try:
+            with interruptible(stream.cancel):
+                for piece in stream:
+                    if not show.as_json:
+                        say(piece, end="")
+        except BaseException as error:
+            reason = "error" if isinstance(error, Exception) else "interrupted"
+            raise
+        finally:
+            progress.close()
+            result = stream.partial_result
+            if reason is not None:
+                result = dataclasses.replace(result, finish_reason=reason)
+            if show.as_json and (reason is None or result.token_ids):
+                say_json(batch.record(result))
+            elif not show.as_json and result.text:
+                say("")
     show.costs(batch.llm, result)
     return result
 
@@ -267,10 +286,10 @@ def run_batch(batch: Batch, show: Shown, output: str | None) -> bool:
         if writer is not None:
             writer.write(result.prompt * batch.samples + result.sample, batch.record(result))
         if writer is None and as_json:
-            click.echo(json.dumps(batch.record(result), ensure_ascii=False))
+            say_json(batch.record(result))
         elif writer is None:
             sample = f", sample {result.sample + 1}" if batch.samples > 1 else ""
-            click.echo(f"==> {batch.lines[result.prompt].where}{sample} <==\n{result.text}\n")
+            say(f"==> {batch.lines[result.prompt].where}{sample} <==\n{result.text}\n")
         show.costs(batch.llm, result)
 
     try:

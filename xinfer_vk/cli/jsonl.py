@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from xinfer_vk.errors import UsageError, XinferError
+from xinfer_vk.cli.logit_bias import bias_from_json
+from xinfer_vk.cli.output import say_json
+from xinfer_vk.errors import ModelError, UsageError, XinferError
+from xinfer_vk.fields import parse_json_value, quoted
 
 OWN_FIELDS = ("prompt", "system", "id")
+STANDARD = "-"  # standard input or output, instead of a file
 
 
 @dataclass(frozen=True)
@@ -33,26 +40,33 @@ def read_prompts(path: str) -> Iterator[PromptLine | UsageError]:
     Raises :class:`UsageError` when the file cannot be read at all.
     """
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read prompts from {path}: {error.strerror or error}") from error
-    for number, raw in enumerate(data.splitlines(), 1):
+        if path != STANDARD:
+            data = Path(path).read_bytes()
+        elif sys.stdin is None:
+            raise UsageError("cannot read prompts from standard input: it is closed")
+        else:
+            data = sys.stdin.buffer.read()
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
+    for number, raw in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not raw.strip():
             continue
-        where = f"{path}:{number}"
         try:
-            yield _parse(raw, where)
+            yield _parse(raw, f"{path}:{number}")
         except UsageError as error:
             yield error
 
 
 def _parse(raw: bytes, where: str) -> PromptLine:
     try:
-        value = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{where}: is not UTF-8 (byte {error.start} of the line)") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: is not JSON: {error}") from error
+        value = parse_json_value(raw, where)
+    except ModelError as error:
+        raise UsageError(str(error)) from error
+    check_unicode(value, where)
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
@@ -64,30 +78,60 @@ def _parse(raw: bytes, where: str) -> PromptLine:
         raise UsageError(f'{where}: "system" must be a text')
     fields = {key: field for key, field in value.items() if key not in OWN_FIELDS}
     if "logit_bias" in fields:
-        fields["logit_bias"] = _token_keys(fields["logit_bias"], where)
+        fields["logit_bias"] = bias_from_json(fields["logit_bias"])
     return PromptLine(where, prompt, system, value.get("id"), fields)
 
 
-def _token_keys(bias: Any, where: str) -> dict[int, Any]:
-    """JSON has only text for keys."""
+def check_unicode(value: Any, where: str) -> None:
+    """Raise :class:`UsageError` if a text anywhere in ``value`` is no Unicode: half of a surrogate pair,
+    which JSON can write as ``\\ud800``, and which stands for a byte that is not UTF-8 in an argument."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     try:
-        return {int(token): value for token, value in bias.items()}
-    except (AttributeError, ValueError):
-        raise UsageError(f'{where}: "logit_bias" must map token ids to numbers') from None
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}: {quoted(text[error.start])} is half of a character or no UTF-8: write the whole one"
+        ) from None
+
+
+def check_output(path: str, prompts: str | None = None) -> None:
+    """Raise :class:`UsageError` if results cannot be written to ``path``. What is there stays as it is."""
+    if path == STANDARD:
+        return
+    try:
+        if prompts not in (None, STANDARD) and os.path.exists(path) and os.path.samefile(path, str(prompts)):
+            raise UsageError(f"--output {path} is the file of --prompts: write the results to another one")
+        if os.path.exists(path) and not os.path.isfile(path):
+            if os.path.isdir(path):
+                raise UsageError(f"cannot write to {path}: it is a directory")
+            return  # a device or a pipe, which somebody may be listening to: opening it is noticed
+        new = not os.path.exists(path)
+        with open(path, "ab"):
+            pass
+        if new:
+            os.unlink(path)
+    except OSError as error:
+        raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"cannot write to {path!r}: {error}") from error
 
 
 class OrderedWriter:
     """Writes records as lines of JSON in the order of their numbers, each as soon as those before it
-    are written; :meth:`close` writes what is left, so that nothing generated is lost."""
+    are written; :meth:`close` writes what is left, so that nothing generated is lost.
+
+    The file is opened, and what it held before is gone, when there is a first record. "-" is standard
+    output. Raises :class:`XinferError` for what cannot be written, once.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._waiting: dict[int, dict[str, Any]] = {}
         self._next = 0
-        try:
-            self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
+        self._file: IO[str] | None = None
+        self._failed = False
 
     def write(self, number: int, record: dict[str, Any]) -> None:
         self._waiting[number] = record
@@ -96,13 +140,23 @@ class OrderedWriter:
             self._next += 1
 
     def _put(self, record: dict[str, Any]) -> None:
+        if self._failed:
+            return
+        if self.path == STANDARD:
+            say_json(record)
+            return
         try:
+            if self._file is None:
+                self._file = open(self.path, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self._file.flush()
         except OSError as error:
+            self._failed = True
             raise XinferError(f"cannot write to {self.path}: {error.strerror or error}") from error
 
     def close(self) -> None:
         for number in sorted(self._waiting):
             self._put(self._waiting.pop(number))
-        self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # every line was flushed: this is what failed already
+                self._file.close()

@@ -100,7 +100,7 @@ def params_from_options(
     }
     if biases := options.get("logit_bias"):
         given["logit_bias"] = dict(_bias(text) for text in biases)
-    if order := options.get("sampler_order"):
+    if (order := options.get("sampler_order")) is not None:
         given["sampler_order"] = tuple(stage.strip().replace("-", "_") for stage in order.split(","))
     return base.replace(**{**given, **fields})
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.options import model_options
+from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.source import read_source
 from xinfer_vk.errors import UsageError
@@ -17,8 +18,6 @@ from xinfer_vk.errors import UsageError
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM
     from xinfer_vk.engine.perplexity import Perplexity
-
-INTERRUPTED = 130
 
 
 def read_text(file: str | None) -> str:
@@ -82,7 +81,6 @@ def command(
     compared only for the same text, tokenizer, context, stride and convention (docs/perplexity.md).
     Ctrl-C stops early and gives the figure for what was read (exit code 130).
     """
-    from xinfer_vk.cli.interrupt import interruptible
     from xinfer_vk.cli.report import describe
     from xinfer_vk.engine.perplexity import Windowing, check_max_tokens
 
@@ -117,22 +115,26 @@ def command(
                 )
             progress.close()
             if as_json:
-                click.echo(json.dumps(as_record(llm, result), ensure_ascii=False))
+                say_json(as_record(llm, result))
             elif result.tokens:
-                click.echo(result_line(result))
+                say(result_line(result))
             if verbose and result.tokens:
                 click.echo(describe_result(result), err=True)
     if not result.complete:
         if not quiet:
-            click.echo(f"interrupted after {result.tokens} tokens", err=True)
-        raise click.exceptions.Exit(INTERRUPTED)
+            click.echo(f"interrupted after {counted(result.tokens, 'token')}", err=True)
+        raise click.exceptions.Exit(exit_code())
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def result_line(result: Perplexity) -> str:
     """``perplexity: 12.345 ± 0.062 (4095 tokens, 310 tok/s)``"""
     from xinfer_vk.engine.metrics import format_rate
 
-    return f"perplexity: {result} ({result.tokens} tokens, {format_rate(result.rate)} tok/s)"
+    return f"perplexity: {result} ({counted(result.tokens, 'token')}, {format_rate(result.rate)} tok/s)"
 
 
 def describe_result(result: Perplexity) -> str:
@@ -142,9 +144,9 @@ def describe_result(result: Perplexity) -> str:
     stride = f", stride {w.stride}" if w.convention == "huggingface" else ""
     bos = "with" if result.bos else "without"
     return (
-        f"{result.windows} windows of {w.context} tokens{stride}, {w.convention} convention, "
-        f"{bos} begin-of-sequence token\n"
-        f"{result.bits_per_byte:.4f} bits per byte; {result.tokens_run} tokens run in "
+        f"{counted(result.windows, 'window')} of {counted(w.context, 'token')}{stride}, "
+        f"{w.convention} convention, {bos} begin-of-sequence token\n"
+        f"{result.bits_per_byte:.4f} bits per byte; {counted(result.tokens_run, 'token')} run in "
         f"{format_seconds(result.seconds)}"
     )
 

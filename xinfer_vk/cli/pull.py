@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from xinfer_vk.cli.output import say
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.weights.pull import DEMO, pull
 
@@ -19,4 +20,4 @@ def command(model: str, quiet: bool) -> None:
     """
     with ProgressBar(enabled=False if quiet else None) as progress:
         path = pull(model, progress)
-    click.echo(str(path))
+    say(str(path))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.output import say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import UsageError
 
@@ -51,7 +51,7 @@ def command(device: str | None, kernel: str | None, everything: bool, as_json: b
                 progress("checking kernels", len(outcomes), len(cases))
         seconds = time.perf_counter() - started
         if as_json:
-            click.echo(json.dumps(as_record(runtime, outcomes, seconds), ensure_ascii=False))
+            say_json(as_record(runtime, outcomes, seconds))
         else:
             show(runtime, outcomes, seconds)
     finally:

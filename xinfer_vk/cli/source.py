@@ -17,6 +17,8 @@ def read_source(file: str | None, what: str, remedy: str) -> str:
     named = file is not None and file != "-"
     where = str(file) if named else "standard input"
     try:
+        if named and "\0" in where:
+            raise UsageError(f"cannot read {what} from {where!r}: the name holds a NUL")
         if named:
             data = Path(where).read_bytes()
         elif sys.stdin is None or sys.stdin.isatty():
@@ -32,6 +34,6 @@ def read_source(file: str | None, what: str, remedy: str) -> str:
 
 
 def read_prompt(file: str | None) -> str:
-    """A prompt, without the line break at its end."""
+    """A prompt, without the line break at its end, and without a byte order mark."""
     remedy = "no prompt: give --prompt TEXT, --file FILE, or text on standard input"
-    return read_source(file, "the prompt", remedy).rstrip("\r\n")
+    return read_source(file, "the prompt", remedy).removeprefix("\ufeff").rstrip("\r\n")

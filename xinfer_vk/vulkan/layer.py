@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError
+from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, UsageError
 
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
@@ -134,10 +134,13 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": res
 
 @lru_cache
 def load_library() -> tuple[ctypes.CDLL | None, str]:
-    """The layer's shared object, or None and why not. ``XINFER_VK_LAYER=off`` turns the layer off."""
+    """The layer's shared object, or None and why not. ``XINFER_VK_LAYER=off`` turns the layer off;
+    :class:`UsageError` if the variable is neither that nor on."""
     chosen = os.environ.get("XINFER_VK_LAYER", "")
     if chosen.lower() in ("off", "0", "no"):
         return None, f"XINFER_VK_LAYER={chosen}"
+    if chosen.lower() not in ("", "on", "1", "yes"):
+        raise UsageError(f"XINFER_VK_LAYER {chosen!r}: it is on or off")
     if not LIBRARY.exists():
         return None, f"{LIBRARY.name} was not built"
     try:
@@ -198,7 +201,7 @@ def enabled(replace_path: bool = False) -> Iterator[None]:
 
 def _system_layer_folders() -> list[str]:
     """Where a loader on Linux looks for explicit layers (LoaderLayerInterface.md, "Layer Discovery")."""
-    home = Path.home()
+    home = Path(os.path.expanduser("~"))  # as it is where there is no home directory
     roots = [
         os.environ.get("XDG_CONFIG_HOME") or str(home / ".config"),
         *(os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep),

@@ -14,6 +14,9 @@ import struct
 import tempfile
 from pathlib import Path
 
+from xinfer_vk.errors import UsageError
+from xinfer_vk.folders import cache_folder
+
 MAGIC = b"xinfer-vk pipelines 1\n"
 DIGEST_BYTES = 32
 HEADER = struct.Struct("<IIII16s")  # size, version, vendor, device, pipelineCacheUUID
@@ -78,6 +81,10 @@ class PipelineCacheFile:
         return HEADER.size <= size <= len(data) and tuple(rest) == self._expected
 
 
-def pipeline_cache_folder() -> Path:
-    cache = os.environ.get("XINFER_VK_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "xinfer-vk")
-    return Path(cache) / "pipelines"
+def pipeline_cache_folder() -> Path | None:
+    """Where the files are kept; None where there is no home directory to keep them in."""
+    try:
+        return cache_folder() / "pipelines"
+    except UsageError as error:
+        _log.info("compiled pipelines are not kept: %s", error)
+        return None

@@ -85,9 +85,10 @@ class KomputeRuntime:
         steps_per_submit: int | None = None,
     ) -> None:
         self._manager: Any = None  # first of all, so that close() works from anywhere below
+        named = "memory" if memory else "XINFER_VK_MEMORY"
         memory = memory or os.environ.get("XINFER_VK_MEMORY") or "auto"
         if memory not in MEMORY_CHOICES:
-            raise UsageError(f"memory {memory!r}: it is one of {', '.join(MEMORY_CHOICES)}")
+            raise UsageError(f"{named} {memory!r}: it is one of {', '.join(MEMORY_CHOICES)}")
         steps_per_submit = _steps_per_submit(steps_per_submit)
         self.info = _device_info(device)
         if self.info.rejected:
@@ -277,11 +278,12 @@ class KomputeRuntime:
             raise UsageError("the runtime is closed: open a new one")
 
     def _open_pipeline_cache(self) -> PipelineCacheFile | None:
-        if self._layer is None:
+        folder = pipeline_cache_folder()
+        if self._layer is None or folder is None:
             return None
         info = self.info
         file = PipelineCacheFile(
-            pipeline_cache_folder(),
+            folder,
             device_uuid=info.uuid,
             driver=f"{info.driver} {info.name}",
             vendor_id=info.vendor_id,

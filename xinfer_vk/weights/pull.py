@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xinfer_vk.errors import DownloadError, UsageError
+from xinfer_vk.folders import cache_folder
 
 Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
 
@@ -65,9 +66,9 @@ MODELS = {DEMO.name: DEMO}
 
 
 def models_dir() -> Path:
-    """Where pulled models are kept: ``$XINFER_VK_CACHE/models``, by default under ``~/.cache/xinfer-vk``."""
-    given = os.environ.get("XINFER_VK_CACHE")
-    return (Path(given).expanduser() if given else Path.home() / ".cache" / "xinfer-vk") / "models"
+    """Where pulled models are kept: ``models`` in the cache folder. Raises :class:`UsageError` if there can
+    be none."""
+    return cache_folder() / "models"
 
 
 def ensure_demo_model(progress: Progress | None = None) -> Path:

@@ -1,0 +1,88 @@
+"""The group of commands, each in a file of its own that is imported only when used; and how errors end."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+import click
+
+from xinfer_vk import __version__
+from xinfer_vk.cli.debug import debug_option, wants_traceback
+from xinfer_vk.cli.interrupt import exit_code, terminate
+from xinfer_vk.cli.output import guard_streams
+from xinfer_vk.errors import XinferError
+
+COMMANDS = {
+    "generate": "Generate text from a prompt.",
+    "chat": "Chat with a model in the terminal.",
+    "perplexity": "Tell how well a model predicts a text.",
+    "compare-decoding": "Show side by side what ways of choosing tokens make of a prompt.",
+    "devices": "List the Vulkan devices and what they can do.",
+    "pull": "Download a model.",
+    "selftest": "Check every kernel on a device against its NumPy reference.",
+}
+
+
+class LazyGroup(click.Group):
+    """Imports ``xinfer_vk.cli.<name>``, with underscores for dashes, when its command is wanted, so that
+    ``--help`` is instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"xinfer_vk.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
+        if not any(parameter.name == "debug" for parameter in command.params):
+            command.params.append(debug_option(hidden=True))  # accepted after the command's name too
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, params=[debug_option()])
+@click.version_option(__version__, prog_name="xinfer-vk")
+def cli() -> None:
+    """Run language models on any Vulkan GPU."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command line; errors become one line on standard error. Returns the exit code."""
+    guard_streams()
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return exit_code()
+    except BrokenPipeError:  # the reader of a pipe went away: not an error of ours
+        return 0
+    except XinferError as error:
+        if wants_traceback():
+            raise
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except Exception as error:
+        if wants_traceback():
+            raise
+        text = " ".join(str(error).split()) or "no message"
+        click.echo(
+            f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)",
+            err=True,
+        )
+        return 1
+    finally:
+        with contextlib.suppress(XinferError, OSError):  # it has been told, if it could be
+            sys.stdout.flush()
