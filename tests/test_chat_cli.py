@@ -385,6 +385,12 @@ def test_a_saved_chat_is_loaded_as_it_was(chat: Chat, seen: Seen, llm: LLM, tmp_
     assert (record["format"], record["version"], record["model"]) == ("xinfer-vk chat", 1, "tiny")
 
 
+@pytest.mark.parametrize("line", ["a \udcff", '/set stop="\\ud800"', "/system \udcff"])
+def test_half_a_character_is_refused(chat: Chat, line: str) -> None:
+    with pytest.raises(UsageError, match="half of a character"):
+        chat.handle(line)
+
+
 @pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "a\0b", "x" * 5000])
 @pytest.mark.parametrize("command", ["save", "load"])
 def test_names_that_no_file_can_have_are_refused(chat: Chat, command: str, name: str) -> None:

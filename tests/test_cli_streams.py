@@ -119,6 +119,25 @@ def test_a_terminal_is_not_steered() -> None:
     assert printable("a\tb\n") == "a\tb\n"
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(long_model: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xinfer_vk", "generate", "--model", str(long_model), "--device", "numpy",
+         "-p", "a", "-n", "4000", "--ignore-eos"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert "rror" not in process.stderr.read()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--system", "--stop", "--bad-word"])
+def test_an_argument_that_is_not_utf8_is_one_line(common: list[str], option: str) -> None:
+    assert_one_error(xinfer(*common, "-p", "a", option, "\udcff"), 2, "udcff", "no UTF-8")
+
+
 # -- what there is when something goes wrong ------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import click
 from xinfer_vk import __version__
 from xinfer_vk.cli.debug import debug_option, wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, terminate
-from xinfer_vk.cli.output import guard_streams
+from xinfer_vk.cli.output import ReaderGone, guard_streams
 from xinfer_vk.errors import XinferError
 
 COMMANDS = {
@@ -57,7 +57,8 @@ def cli() -> None:
 def run(args: Sequence[str]) -> int:
     """Run a command line; errors become one line on standard error. Returns the exit code."""
     guard_streams()
-    signal.signal(signal.SIGTERM, terminate)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # and not ignored by who started us
+        signal.signal(signal.SIGTERM, terminate)
     try:
         code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
         sys.stdout.flush()
@@ -67,7 +68,7 @@ def run(args: Sequence[str]) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return exit_code()
-    except BrokenPipeError:  # the reader of a pipe went away: not an error of ours
+    except ReaderGone:
         return 0
     except XinferError as error:
         if wants_traceback():
@@ -84,5 +85,5 @@ def run(args: Sequence[str]) -> int:
         )
         return 1
     finally:
-        with contextlib.suppress(XinferError, OSError):  # it has been told, if it could be
+        with contextlib.suppress(XinferError, ReaderGone):  # it has been told, if it could be
             sys.stdout.flush()

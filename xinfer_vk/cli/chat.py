@@ -11,7 +11,9 @@ import click
 from xinfer_vk.cli.debug import wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, terminated
 from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
+from xinfer_vk.cli.output import OutputError
 from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.cli.source import check_unicode
 from xinfer_vk.errors import XinferError
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def command(
     on standard error; the first error ends it. A line that begins with / is a command in both.
     """
     fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    check_unicode(system or "", "the system text")
     params_from_options({**options, "recommended": False}, **fields)  # a mistake is told before loading
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -165,6 +168,8 @@ def converse(chat: Chat, lines: Iterable[tuple[int, str]]) -> None:
             chat.handle(line)
         except Quit:
             return
+        except OutputError:
+            raise
         except XinferError as error:
             error.args = (f"line {number}: {error}",)
             raise

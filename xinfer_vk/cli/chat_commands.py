@@ -11,6 +11,7 @@ from xinfer_vk.cli.chat_file import SavedChat, load_chat, save_chat
 from xinfer_vk.cli.chat_settings import settings_table, with_settings
 from xinfer_vk.cli.chat_stats import Totals, fill, stats_table, turns
 from xinfer_vk.cli.interrupt import interruptible
+from xinfer_vk.cli.source import check_unicode
 from xinfer_vk.errors import UsageError
 from xinfer_vk.fields import quoted
 
@@ -70,6 +71,7 @@ class Chat:
         Raises :class:`Quit`, and :class:`XinferError` for what cannot be done.
         """
         self.interrupted = False
+        check_unicode(line, "the line")
         if line.startswith("/") and not line.startswith("//"):
             name, _, text = line[1:].partition(" ")
             command = COMMANDS.get(name.strip())

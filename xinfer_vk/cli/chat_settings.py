@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xinfer_vk.cli.logit_bias import bias_from_json, bias_to_json
+from xinfer_vk.cli.source import check_unicode
 from xinfer_vk.errors import UsageError
 from xinfer_vk.fields import quoted
 from xinfer_vk.sampling.params import SamplingParams
@@ -49,6 +50,7 @@ def _assignments(text: str) -> Iterator[tuple[str, Any]]:
                 value, at = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError):
                 raise UsageError(f"{found[1]}: {quoted(text[at:])} is not valid JSON") from None
+            check_unicode(value, found[1])
         else:
             word = re.compile(r"\S*").match(text, at)
             assert word is not None

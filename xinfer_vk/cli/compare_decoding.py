@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xinfer_vk.cli.interrupt import exit_code, interruptible
-from xinfer_vk.cli.jsonl import check_unicode
 from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.output import printable, say_json
 from xinfer_vk.cli.progress import ProgressBar
-from xinfer_vk.cli.source import read_prompt
+from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,6 +90,7 @@ def command(
         check_plot(plot)
     SamplingParams(seed=seed)  # a mistake is told before anything is loaded
     text = prompt_text(prompt, file)
+    check_unicode([text, system], "the prompt or the system text")
     stop = threading.Event()
 
     with ProgressBar(enabled=False if quiet else None) as progress:
@@ -142,7 +142,6 @@ def prompt_text(prompt: str | None, file: str | None) -> str:
     text = read_prompt(file) if prompt is None or prompt == "-" else prompt
     if not text.strip():
         raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
-    check_unicode(text, "the prompt")
     return text
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xinfer_vk.cli.interrupt import exit_code, interruptible
-from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, check_output, check_unicode, read_prompts
+from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, check_output, read_prompts
 from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
@@ -21,7 +21,7 @@ from xinfer_vk.cli.report import (
     logprob_table,
     speed_report,
 )
-from xinfer_vk.cli.source import read_prompt
+from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.errors import UsageError
 from xinfer_vk.sampling.params import DEFAULT_MAX_NEW_TOKENS
 

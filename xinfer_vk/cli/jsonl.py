@@ -14,8 +14,9 @@ from typing import IO, Any
 
 from xinfer_vk.cli.logit_bias import bias_from_json
 from xinfer_vk.cli.output import say_json
+from xinfer_vk.cli.source import check_unicode
 from xinfer_vk.errors import ModelError, UsageError, XinferError
-from xinfer_vk.fields import parse_json_value, quoted
+from xinfer_vk.fields import parse_json_value
 
 OWN_FIELDS = ("prompt", "system", "id")
 STANDARD = "-"  # standard input or output, instead of a file
@@ -80,18 +81,6 @@ def _parse(raw: bytes, where: str) -> PromptLine:
     if "logit_bias" in fields:
         fields["logit_bias"] = bias_from_json(fields["logit_bias"])
     return PromptLine(where, prompt, system, value.get("id"), fields)
-
-
-def check_unicode(value: Any, where: str) -> None:
-    """Raise :class:`UsageError` if a text anywhere in ``value`` is no Unicode: half of a surrogate pair,
-    which JSON can write as ``\\ud800``, and which stands for a byte that is not UTF-8 in an argument."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{where}: {quoted(text[error.start])} is half of a character or no UTF-8: write the whole one"
-        ) from None
 
 
 def check_output(path: str, prompts: str | None = None) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130  # 128 + SIGINT, as in cli/interrupt.py, which may not be imported yet
-
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command line, by default the process's own, and exit with its code."""
@@ -14,7 +12,9 @@ def main(argv: list[str] | None = None) -> None:
 
         code = run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        from xinfer_vk.cli.interrupt import exit_code
+
+        code = exit_code()
     sys.exit(code)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from xinfer_vk.cli.source import check_unicode
 from xinfer_vk.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def params_from_options(
         for name in SAMPLING
         if (value := options.get(name)) is not None and value != ()
     }
+    check_unicode([given.get("stop"), given.get("bad_words")], "--stop or --bad-word")
     if biases := options.get("logit_bias"):
         given["logit_bias"] = dict(_bias(text) for text in biases)
     if (order := options.get("sampler_order")) is not None:

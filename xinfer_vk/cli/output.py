@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import sys
 from typing import Any, TextIO
 
@@ -26,9 +27,13 @@ class OutputError(XinferError):
     """Standard output cannot be written."""
 
 
+class ReaderGone(Exception):
+    """The reader of a pipe has seen enough: no error of ours. (Click would make one of a BrokenPipeError.)"""
+
+
 class _Results(io.FileIO):
     """Standard output's bytes. The first failure is raised, and what follows it is dropped: so the buffer
-    above can be flushed at the end of the program. A reader that went away stays a BrokenPipeError."""
+    above can be flushed at the end of the program."""
 
     problem: str | None = None  # known beforehand
     failed = False
@@ -37,12 +42,14 @@ class _Results(io.FileIO):
         if self.failed:
             return len(data)
         try:
-            if self.problem is None:
-                return super().write(data)
-            raise OSError(0, self.problem)
+            if self.problem is not None:
+                raise OSError(0, self.problem)
+            while (written := super().write(data)) is None:  # a pipe that does not wait, and is full
+                select.select((), (self.fileno(),), ())
+            return written
         except BrokenPipeError:
             self.failed = True
-            raise
+            raise ReaderGone from None
         except OSError as error:
             self.failed = True
             raise OutputError(f"cannot write to standard output: {error.strerror or error}") from None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from xinfer_vk.errors import UsageError
+from xinfer_vk.fields import quoted
 
 
 def read_source(file: str | None, what: str, remedy: str) -> str:
@@ -37,3 +40,15 @@ def read_prompt(file: str | None) -> str:
     """A prompt, without the line break at its end, and without a byte order mark."""
     remedy = "no prompt: give --prompt TEXT, --file FILE, or text on standard input"
     return read_source(file, "the prompt", remedy).removeprefix("\ufeff").rstrip("\r\n")
+
+
+def check_unicode(value: Any, where: str) -> None:
+    """Raise :class:`UsageError` if a text anywhere in ``value`` is no Unicode: half of a surrogate pair,
+    which JSON can write as ``\\ud800``, and which stands for a byte that is not UTF-8 in an argument."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}: not valid Unicode: {quoted(text[error.start])} is half of a character, or no UTF-8"
+        ) from None
