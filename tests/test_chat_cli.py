@@ -887,6 +887,18 @@ class Terminal:
         raise AssertionError(f"the program does not end: {self.shown!r}")
 
 
+@pytest.mark.parametrize("answering", [False, True])
+def test_sigterm_ends_a_conversation_in_a_terminal(model: Path, llm: LLM, answering: bool) -> None:
+    terminal = Terminal([*arguments(model, llm, "-n", "3000"), "--no-history"])
+    terminal.wait_for("context 0 of 4096")
+    if answering:
+        terminal.type("Tell me a story\r")
+        terminal.wait_for(r"( [a-z]+){12}")
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.exit_code() == 143
+    assert "Traceback" not in terminal.shown
+
+
 def test_a_conversation_in_a_terminal(model: Path, llm: LLM, tmp_path: Path) -> None:
     """A message, Ctrl-C in its answer, another message, a command, and out."""
     args = [*arguments(model, llm, "-n", "3000"), "--system", "be terse"]

@@ -133,7 +133,7 @@ def command(
     The text goes to standard output as it is made, notices and timing to standard error. The default is
     greedy; --temperature and the options after it sample. Several prompts (--prompt repeated, or
     --prompts) run as one batch, and each result is printed as it ends. Ctrl-C stops early and keeps
-    what there is (exit code 130).
+    what there is (exit code 130), and so does SIGTERM (143).
     """
     if output is not None:
         check_output(output, prompts)
