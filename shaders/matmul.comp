@@ -1,7 +1,7 @@
 // Matrix products on GPUs for many tokens (prefill): y[t] = W x[t], 64 rows x TOKENS tokens a workgroup.
 //
 // 256 lanes. For every 32 columns they decode a tile of W into shared memory as f32 (a lane loads 16
-// bytes, one word of four rows; neighbouring lanes neighbouring 16 bytes), transpose a tile of x into
+// bytes, a word of four rows; neighbouring lanes neighbouring 16 bytes), transpose a tile of x into
 // it (16 bytes a lane along the row), and multiply: lane (r, s) = (lane % 16, lane / 16) computes rows
 // 4r .. 4r+3 of tokens s, s + 16, s + 32, …, TOKENS / 4 products for 16 + TOKENS / 4 bytes of shared
 // memory. A weight is read and decoded once per TOKENS tokens, x once per 64 rows.
@@ -14,7 +14,7 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4
 layout(local_size_x_id = 0) in; // spec: local_size = 256
 layout(constant_id = 1) const uint TOKENS = 16u; // 16, 32 or 64
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
@@ -30,22 +30,31 @@ shared vec4 tile_w[COLUMNS * W_STRIDE];
 shared float tile_x[COLUMNS * X_STRIDE];
 
 void load_w(uint block) {
-    const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols), words = DATA_WORDS(p.cols);
+    const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols), units = UNITS(p.cols);
     const uint last_group = (p.rows - 1u) / 8u;
-    for (uint i = gl_LocalInvocationID.x; i < BLOCK_WORDS * QUADS; i += gl_WorkGroupSize.x) {
-        const uint h = i & 1u, k = (i >> 1u) % BLOCK_WORDS, g = (i >> 1u) / BLOCK_WORDS;
+    for (uint i = gl_LocalInvocationID.x; i < BLOCK_UNITS * QUADS; i += gl_WorkGroupSize.x) {
+        const uint h = i & 1u, k = (i >> 1u) % BLOCK_UNITS, g = (i >> 1u) / BLOCK_UNITS;
         const uint group = min(gl_WorkGroupID.x * 8u + g, last_group); // rows beyond are not stored
         const uint quad = p.w_offset / 4u + group * row_words * 2u + h;
-        const uint word = block * BLOCK_WORDS + k;
+        const uint unit = block * BLOCK_UNITS + k;
+        uvec4 raw[RAW];
+        if (unit < units)
+            load_unit(quad + 2u * data_first, unit, raw);
+        else
+            [[unroll]] for (uint n = 0u; n < RAW; n++)
+                raw[n] = uvec4(0u);
         vec4 v[WEIGHTS];
-        decode(word < words ? w[quad + 2u * (data_first + word)] : uvec4(0u), v);
+        decode(raw, unit, v);
 #ifdef SCALED
+        uvec4 s[SCALES_LOADED];
+        load_scales(quad, unit, s);
         vec4 d, m;
-        scales(w[quad + 2u * scale_word(block)], block, d, m);
+        open_scales(s, unit, d, m);
+        small_scales(s, unit, d, m);
 #endif
         for (uint n = 0u; n < WEIGHTS; n++) {
 #ifdef SCALED
-            v[n] = d * v[n] + m;
+            v[n] = d * (v[n] - OFFSET) + m;
 #endif
             tile_w[column(k, n) * W_STRIDE + g * 2u + h] = v[n];
         }

@@ -18,7 +18,7 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1 BROADCAST=subgroup,none
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4 BROADCAST=subgroup,none
 #ifdef BROADCAST_SUBGROUP
     #extension GL_KHR_shader_subgroup_basic : require
     #extension GL_KHR_shader_subgroup_shuffle : require
@@ -26,6 +26,7 @@
 layout(local_size_x_id = 0) in; // spec: local_size = 8
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
+#define ALL_SCALES
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"
@@ -35,7 +36,7 @@ layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are mu
 // How many steps are unrolled matters: a loop that does not fit the instruction caches (some 3,000
 // instructions, 22 KB) ran half as fast on lavapipe, and took twice as long to compile. With nibbles
 // Mesa's own rule is right (it unrolls for one token, not for 8).
-#ifdef NIBBLES
+#ifdef PAIRED
     #define FOR_STEPS(n) for (uint i = 0u; i < n; i++)
 #else
     #define FOR_STEPS(n) [[dont_unroll]] for (uint i = 0u; i < n; i++)
@@ -46,6 +47,19 @@ layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are mu
     #define COLUMNS(t, i) subgroupShuffle(xs[t], i)
 #else
     #define COLUMNS(t, i) load_x4(x_at[t] + 4u * (i))
+#endif
+
+// PAIRED: which columns the low and the high runs of unit u are, and the units that share a scale.
+#ifdef ADJACENT
+    #define LOW_COLUMNS(u) (2u * (u))
+    #define HIGH_COLUMNS(u) (2u * (u) + 1u)
+    #define LOW_RUN(i) ((i & 1u) == 0u)
+    #define FOR_PARTS for (uint from = 0u; from < 4u; from += SCALE_UNITS)
+#else
+    #define LOW_COLUMNS(u) (u)
+    #define HIGH_COLUMNS(u) (4u + (u))
+    #define LOW_RUN(i) (i < 4u)
+    #define FOR_PARTS const uint from = 0u;
 #endif
 
 void main() {
@@ -65,99 +79,142 @@ void main() {
         acc[t] = start;
         x_at[t] = p.x_offset + min(t0 + t, max(used, 1u) - 1u) * p.x_stride; // unused rows are not read
     }
-#ifdef NIBBLES
-    // byte c of word j: x[4j + c] meets the low nibble, x[16 + 4j + c] the high one
-    const vec4 LOW = vec4(1.0, 1.0 / 256.0, 1.0 / 65536.0, 1.0 / 16777216.0);
-    const vec4 HIGH = vec4(1.0 / 16.0, 1.0 / 4096.0, 1.0 / 1048576.0, 1.0);
-#endif
     const uint blocks = t0 < used ? p.cols / 32u : 0u;
+#ifdef SUPER
+    uvec4 s[SCALES_LOADED];
+    vec4 super_d, super_m;
+#endif
     for (uint b = 0u; b < blocks; b++) {
         const uint first = quad + 2u * (data_first + b * BLOCK_WORDS);
-        vec4 part[TOKENS];
-        FOR_TOKENS part[t] = vec4(0.0);
+#ifdef SUPER
+        if ((b & 7u) == 0u) { // 256 columns share these words
+            load_scales(quad, b * BLOCK_UNITS, s);
+            open_scales(s, b * BLOCK_UNITS, super_d, super_m);
+        }
+#endif
 #ifdef BROADCAST_SUBGROUP
         vec4 xs[TOKENS];
         FOR_TOKENS xs[t] = load_x4(x_at[t] + 4u * lane);
 #endif
-#ifdef NIBBLES
-        float sum[TOKENS];
+#ifdef PAIRED
+    #if defined(BROADCAST_SUBGROUP)
+        #ifdef SUMS
+        float sum[TOKENS]; // of the columns that share a scale, in each of their lanes
         FOR_TOKENS {
-    #ifdef BROADCAST_SUBGROUP
-            float s = (xs[t].x + xs[t].y) + (xs[t].z + xs[t].w);
-            s += subgroupShuffle(s, lane ^ 1u);
-            s += subgroupShuffle(s, lane ^ 2u);
-            sum[t] = s + subgroupShuffle(s, lane ^ 4u);
-            xs[t] *= lane < 4u ? LOW : HIGH;
-    #else
-            vec4 s = vec4(0.0);
-            FOR_STEPS(8u) s += COLUMNS(t, i);
-            sum[t] = (s.x + s.y) + (s.z + s.w);
-    #endif
+            float a = (xs[t].x + xs[t].y) + (xs[t].z + xs[t].w);
+            a += subgroupShuffle(a, lane ^ 1u);
+            a += subgroupShuffle(a, lane ^ 2u);
+            #ifndef ADJACENT
+            a += subgroupShuffle(a, lane ^ 4u);
+            #endif
+            sum[t] = a;
         }
-        FOR_STEPS(4u) {
-            const uvec4 word = w[first + 2u * i];
-            vec4 l[4], h[4];
-            [[unroll]] for (uint n = 0u; n < 4u; n++) {
-                l[n] = vec4(ivec4(word & (0xFu << (8u * n))));
-                h[n] = n < 3u ? vec4(ivec4(word & (0xF0u << (8u * n)))) : vec4(ivec4(word >> 28u));
-            }
-            FOR_TOKENS {
-                vec4 lo = COLUMNS(t, i), hi = COLUMNS(t, 4u + i);
-    #ifndef BROADCAST_SUBGROUP
-                lo *= LOW;
-                hi *= HIGH;
+        #endif
+        FOR_TOKENS xs[t] *= LOW_RUN(lane) ? LOW_PLACE : HIGH_PLACE;
     #endif
-                FOR_QUAD {
-                    float s = part[t][c];
-                    [[unroll]] for (uint n = 0u; n < 4u; n++) {
-                        s += l[n][c] * lo[n];
-                        s += h[n][c] * hi[n];
+        uvec4 raw[RAW];
+        [[unroll]] for (uint n = 0u; n < PLANES; n++)
+            raw[RAW - PLANES + n] = w[first + 2u * (NIBBLE_WORDS + n)];
+        FOR_PARTS {
+            vec4 part[TOKENS];
+            FOR_TOKENS part[t] = vec4(0.0);
+            FOR_STEPS(SCALE_UNITS) {
+                const uint unit = from + i; // of the four of these columns
+    #ifdef NIBBLES
+                raw[0] = w[first + 2u * unit];
+    #endif
+                vec4 l[4], h[4];
+                decode_placed(raw, unit, l, h);
+                FOR_TOKENS {
+                    vec4 lo = COLUMNS(t, LOW_COLUMNS(unit)), hi = COLUMNS(t, HIGH_COLUMNS(unit));
+    #ifndef BROADCAST_SUBGROUP
+                    lo *= LOW_PLACE;
+                    hi *= HIGH_PLACE;
+    #endif
+                    FOR_QUAD {
+                        float a = part[t][c];
+                        [[unroll]] for (uint n = 0u; n < 4u; n++) {
+                            a += l[n][c] * lo[n];
+                            a += h[n][c] * hi[n];
+                        }
+                        part[t][c] = a;
                     }
-                    part[t][c] = s;
                 }
             }
+            const uint k = b * BLOCK_UNITS + from;
+            vec4 d, m;
+    #ifdef SUPER
+            d = super_d;
+            m = super_m;
+            small_scales(s, k, d, m);
+    #else
+            uvec4 s[SCALES_LOADED];
+            load_scales(quad, k, s);
+            open_scales(s, k, d, m);
+    #endif
+            FOR_TOKENS {
+                acc[t] += d * part[t];
+    #ifdef SUMS
+        #if !defined(BROADCAST_SUBGROUP)
+                vec4 quads = vec4(0.0);
+                FOR_STEPS(2u * SCALE_UNITS) quads += COLUMNS(t, 2u * from + i);
+                const float all = (quads.x + quads.y) + (quads.z + quads.w);
+        #elif defined(ADJACENT)
+                const float all = subgroupShuffle(sum[t], 2u * from);
+        #else
+                const float all = sum[t];
+        #endif
+                acc[t] += LEVEL(d, m) * all;
+    #endif
+            }
         }
+        FOR_TOKENS x_at[t] += 32u;
 #else
-        FOR_STEPS(8u) { // columns 4i .. 4i+3 are 4 / WEIGHTS words
+        vec4 part[TOKENS];
+        FOR_TOKENS part[t] = vec4(0.0);
+        FOR_STEPS(8u) { // columns 4i .. 4i+3 are 4 / WEIGHTS units
             vec4 v[4];
             [[unroll]] for (uint k = 0u; k < 4u / WEIGHTS; k++) {
+                uvec4 raw[RAW];
+                load_unit(first, i * (4u / WEIGHTS) + k, raw);
                 vec4 u[WEIGHTS];
-                decode(w[first + 2u * (i * (4u / WEIGHTS) + k)], u);
+                decode(raw, k, u);
                 [[unroll]] for (uint n = 0u; n < WEIGHTS; n++)
                     v[k * WEIGHTS + n] = u[n];
             }
             FOR_TOKENS {
                 const vec4 at = COLUMNS(t, i);
                 FOR_QUAD {
-                    float s = part[t][c];
+                    float a = part[t][c];
                     [[unroll]] for (uint n = 0u; n < 4u; n++)
-                        s += v[n][c] * at[n];
-                    part[t][c] = s;
+                        a += v[n][c] * at[n];
+                    part[t][c] = a;
                 }
             }
         }
-#endif
-#ifdef SCALED
+    #ifdef SCALED
+        uvec4 s[SCALES_LOADED];
+        load_scales(quad, b * BLOCK_UNITS, s);
         vec4 d, m;
-        scales(w[quad + 2u * scale_word(b)], b, d, m);
-#endif
+        open_scales(s, b * BLOCK_UNITS, d, m);
+    #endif
         FOR_TOKENS {
-#if defined(NIBBLES)
+    #ifdef SCALED
             acc[t] += d * part[t];
-            acc[t] += m * sum[t];
-#elif defined(SCALED)
-            acc[t] += d * part[t];
-#else
+    #else
             acc[t] += part[t];
-#endif
+    #endif
             x_at[t] += 32u;
         }
+#endif
     }
 #ifndef SCALED
     // the last cols % 32 columns; what lies beyond them in x is not read
-    for (uint k = blocks * BLOCK_WORDS; t0 < used && k < row_words; k++) {
+    for (uint k = blocks * BLOCK_UNITS; t0 < used && k < row_words; k++) {
+        uvec4 raw[RAW];
+        load_unit(quad, k, raw);
         vec4 v[WEIGHTS];
-        decode(w[quad + 2u * k], v);
+        decode(raw, k, v);
         [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
             if (column(k, i) < p.cols)
                 FOR_TOKENS acc[t] += v[i] * load_x(x_at[t]++);

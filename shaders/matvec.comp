@@ -1,8 +1,9 @@
 // Matrix products on GPUs for few tokens (decode): y[t] = W x[t] for up to TOKENS tokens a workgroup.
 //
-// A workgroup computes 8 rows. Lane 2s + h takes words s, s + S, s + 2S, … of the rows of half h
+// A workgroup computes 8 rows. Lane 2s + h takes units s, s + S, s + 2S, … of the rows of half h
 // (S = lanes / 2): 16 bytes, one word of four rows, so neighbouring lanes read neighbouring 16 bytes
-// and any subgroup of 16, 32 or 64 reads 256, 512 or 1024 bytes in a row. For one token
+// and any subgroup of 16, 32 or 64 reads 256, 512 or 1024 bytes in a row. Scales and the planes of
+// upper bits are words that several lanes need: one reads them from memory, the others from the cache. For one token
 // four such loads are in flight per lane. x is read through the cache, 16 bytes a lane, once for four rows.
 //
 // Bytes: the weights once per TOKENS tokens; x once per 8 rows, from the cache. Flops: 2 per weight and
@@ -13,7 +14,7 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4
 layout(local_size_x_id = 0) in; // spec: local_size, a power of two
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
@@ -21,16 +22,21 @@ layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are mu
 #define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"
 
-// Words of W in flight; with more tokens their loads of x fill the time instead.
+// Units in flight; with more tokens their loads of x fill the time instead. A unit of a super-block is
+// several loads of its own (and long code).
+#ifdef SUPER
+const uint IN_FLIGHT = TOKENS < 2u ? 2u : 1u;
+#else
 const uint IN_FLIGHT = TOKENS < 4u ? 4u / TOKENS : 1u;
+#endif
 #define FOR_TOKENS [[unroll]] for (uint t = 0u; t < TOKENS; t++)
 #define FOR_LOADS [[unroll]] for (uint u = 0u; u < IN_FLIGHT; u++)
 
 shared vec4 partial[gl_WorkGroupSize.x * TOKENS];
 
-// The values of x that meet data word k; zero beyond the last column, which is not read.
+// The values of x that meet unit k; zero beyond the last column, which is not read.
 void load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
-#if defined(NIBBLES)
+#if defined(PAIRED)
     const vec4 lo = load_x4(x_at + column(k, 0u)), hi = load_x4(x_at + column(k, 1u));
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         xs[2u * i] = lo[i];
@@ -55,8 +61,9 @@ void main() {
     if (t0 >= used)
         return; // the whole workgroup: used is the same for all
     const uint lane = gl_LocalInvocationID.x, slots = gl_WorkGroupSize.x / 2u;
-    const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols), words = DATA_WORDS(p.cols);
+    const uint row_words = ROW_WORDS(p.cols), units = UNITS(p.cols);
     const uint quad = p.w_offset / 4u + gl_WorkGroupID.x * row_words * 2u + (lane & 1u); // word k: w[quad + 2k]
+    const uint first = quad + 2u * DATA_FIRST(p.cols);
 
     vec4 acc[TOKENS];
     uint x_at[TOKENS];
@@ -64,33 +71,37 @@ void main() {
         acc[t] = vec4(0.0);
         x_at[t] = p.x_offset + min(t0 + t, used - 1u) * p.x_stride; // unused rows are not read
     }
-    for (uint k0 = lane / 2u; k0 < words; k0 += IN_FLIGHT * slots) {
-        uvec4 word[IN_FLIGHT];
-        FOR_LOADS word[u] = w[quad + 2u * (data_first + min(k0 + u * slots, words - 1u))];
+    for (uint k0 = lane / 2u; k0 < units; k0 += IN_FLIGHT * slots) {
+        uvec4 raw[IN_FLIGHT][RAW];
+        FOR_LOADS load_unit(first, min(k0 + u * slots, units - 1u), raw[u]);
 #ifdef SCALED
-        uvec4 scale[IN_FLIGHT];
-        FOR_LOADS scale[u] = w[quad + 2u * scale_word(min(k0 + u * slots, words - 1u) / BLOCK_WORDS)];
+        uvec4 s[IN_FLIGHT][SCALES_LOADED];
+        FOR_LOADS load_scales(quad, min(k0 + u * slots, units - 1u), s[u]);
 #endif
         FOR_LOADS {
             const uint k = k0 + u * slots;
-            if (k < words) {
+            if (k < units) {
                 vec4 v[WEIGHTS];
-                decode(word[u], v);
+                decode(raw[u], k, v);
 #ifdef SCALED
                 vec4 d, m;
-                scales(scale[u], k / BLOCK_WORDS, d, m);
+                open_scales(s[u], k, d, m);
+                small_scales(s[u], k, d, m);
 #endif
                 FOR_TOKENS {
                     float xs[WEIGHTS];
                     load_columns(x_at[t], k, xs);
 #ifdef SCALED
                     vec4 sum = vec4(0.0);
-                    float all = 0.0;
-                    [[unroll]] for (uint i = 0u; i < WEIGHTS; i++) {
+                    [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
                         sum += v[i] * xs[i];
+                    acc[t] += d * sum;
+    #ifdef SUMS
+                    float all = 0.0;
+                    [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
                         all += xs[i];
-                    }
-                    acc[t] += d * sum + m * all;
+                    acc[t] += LEVEL(d, m) * all;
+    #endif
 #else
                     [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
                         acc[t] += v[i] * xs[i];

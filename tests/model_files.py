@@ -8,6 +8,7 @@ that reader and writer are not the same hand's mistakes.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import numpy as np
 
 SAFETENSORS_NAMES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
+
+# Whole blocks of 256, as K-quants need them.
+K_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 # The smallest shapes that still have everything: grouped queries, whole blocks of 32, several layers.
 TINY: dict[str, dict[str, Any]] = {
@@ -146,7 +150,36 @@ def encode(values: np.ndarray, fmt: str) -> np.ndarray:
         return rows.astype(np.float16).view(np.uint8)
     if fmt == "bf16":
         return to_bf16(rows).view(np.uint8)
+    if fmt in FIRST_SCALES:
+        return np.stack([_random_blocks(row, fmt) for row in rows])
     return _gguf().quants.quantize(rows, _gguf().GGMLQuantizationType[fmt.upper()])
+
+
+# The formats that the ``gguf`` package reads and does not write: where a block's f16 are.
+FIRST_SCALES = {
+    "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,),
+    "iq4_xs": (0,),
+}  # fmt: skip
+
+
+def _random_blocks(row: np.ndarray, fmt: str) -> np.ndarray:
+    """A row in one of those formats: not these values but others of their size, the same for the same
+    row (any bits are a block)."""
+    gguf = _gguf()
+    kind = gguf.GGMLQuantizationType[fmt.upper()]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    assert row.size % block == 0, f"{row.size} columns are not whole {fmt} blocks"
+    rng = np.random.default_rng(zlib.crc32(row.tobytes()))
+    blocks = rng.integers(0, 256, (row.size // block, size), np.uint8)
+
+    def scaled(d: np.ndarray) -> np.ndarray:
+        for at in FIRST_SCALES[fmt]:
+            blocks[:, at : at + 2] = d.astype(np.float16)[:, None].view(np.uint8)
+        return gguf.quants.dequantize(blocks.reshape(1, -1), kind)
+
+    unit = np.std(scaled(np.ones(len(blocks))))
+    scaled(np.std(row) / unit * rng.uniform(0.5, 1.5, len(blocks)))
+    return blocks.reshape(-1)
 
 
 def decoded(values: np.ndarray, fmt: str) -> np.ndarray:

@@ -5,6 +5,7 @@ Seeds are fixed; a failure prints the seed, the case and the damage, so that it 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import resource
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import safetensors_bytes, tiny_config, with_header, write_gguf_model, write_hf_model
+from model_files import K_SIZES, safetensors_bytes, tiny_config, with_header, write_gguf_model, write_hf_model
 from test_pack import declare, load
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.reference import NUMPY_PROFILE
 from xinfer_vk.weights.device import WeightPlanner
+from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.source import open_model
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -149,6 +151,9 @@ def test_damaged_gguf_files(tmp_path: Path, seed: int) -> None:
             tokens = [f"t{i}" for i in range(40)]
             write_gguf_model(path, tiny_config(architecture, **SMALL), fmt=fmt, tokens=tokens)
             kinds.append(path.read_bytes())
+    mixed = iter(itertools.cycle([f.name for f in FORMATS.values() if f.ggml_type > 3]))
+    write_gguf_model(path, tiny_config("llama", **{**SMALL, **K_SIZES}), fmt=lambda name: next(mixed))
+    kinds.append(path.read_bytes())
     target = tmp_path / "x.gguf"
 
     def case(rng: random.Random) -> tuple[Path, str]:

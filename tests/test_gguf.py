@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_files import random_tensors, tiny_config, write_gguf_model
+from model_files import K_SIZES, random_tensors, tiny_config, write_gguf_model
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.weights.formats import FORMATS, as_f32
@@ -83,7 +83,7 @@ def test_the_tensors_equal_the_gguf_packages(tmp_path: Path, fmt: str) -> None:
     from gguf import GGUFReader
 
     path = tmp_path / "m.gguf"
-    write_gguf_model(path, tiny_config("qwen2"), fmt=fmt)
+    write_gguf_model(path, tiny_config("qwen2", **(K_SIZES if FORMATS[fmt].block == 256 else {})), fmt=fmt)
     got = read_gguf(path).tensors
     want = {t.name: t for t in GGUFReader(path).tensors}
     assert got.keys() == want.keys()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weight_matrices import BLOCK_FORMATS, FORMATS, WeightMatrix, random_matrix
+from weight_matrices import BLOCK_SIZES, FORMATS, WeightMatrix, random_matrix, whole_blocks
 
 from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Part, Ref
@@ -171,7 +171,11 @@ def check(product: Product, rt: Any, profile: DeviceProfile) -> None:
 
 
 def cols_for(fmt: str, i: int) -> int:
-    return (32, 96, 64, 160, 256, 288, 32, 96)[i] if fmt in BLOCK_FORMATS else SIZES[i]
+    """Whole blocks, an odd and an even number of them, and columns that are multiples of nothing."""
+    blocks = (1, 3, 2, 5, 8, 9, 1, 3)[i]
+    if fmt not in BLOCK_SIZES:
+        return SIZES[i]
+    return 32 * blocks if BLOCK_SIZES[fmt] == 32 else 256 * (blocks + 1 >> 1)
 
 
 @pytest.fixture(params=sorted(PROFILES))
@@ -197,7 +201,7 @@ def test_unused_token_rows_are_neither_read_nor_written(
     fmt: str, runtime: Any, profile: DeviceProfile
 ) -> None:
     for tokens, used in ((1, 0), (4, 3), (8, 1), (16, 0), (64, 33), (64, 8)):
-        check(Product(fmt, 40, 64, tokens, used), runtime, profile)
+        check(Product(fmt, 40, whole_blocks(fmt, 64), tokens, used), runtime, profile)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -214,8 +218,8 @@ def test_bias_and_epilogues_equal_float64(
     fmt: str, epilogue: str, runtime: Any, profile: DeviceProfile
 ) -> None:
     for bias in (False, True):
-        check(Product(fmt, 38, 64, 4, 3, epilogue, bias), runtime, profile)
-        check(Product(fmt, 70, 64, 16, 13, epilogue, bias), runtime, profile)
+        check(Product(fmt, 38, whole_blocks(fmt, 64), 4, 3, epilogue, bias), runtime, profile)
+        check(Product(fmt, 70, whole_blocks(fmt, 64), 16, 13, epilogue, bias), runtime, profile)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -223,17 +227,19 @@ def test_a_matrix_split_by_rows_gives_the_same_product(
     fmt: str, runtime: Any, profile: DeviceProfile
 ) -> None:
     for tokens, epilogue in ((1, "swiglu"), (16, "store")):
-        product = Product(fmt, 102, 64, tokens, tokens, epilogue, bias=True, splits=(8, 72))
+        product = Product(
+            fmt, 102, whole_blocks(fmt, 64), tokens, tokens, epilogue, bias=True, splits=(8, 72)
+        )
         whole = Setup(replace(product, splits=())).run(runtime, profile)
         np.testing.assert_array_equal(whole, Setup(product).run(runtime, profile))
         check(product, runtime, profile)
 
 
-@pytest.mark.parametrize("fmt", ("f32", "bf16", "q8_0", "q4_1"))
+@pytest.mark.parametrize("fmt", ("f32", "bf16", "q8_0", "q4_1", "q6_k"))
 def test_rows_of_x_may_begin_anywhere(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
     for gap in (1, 2, 4):
         for tokens in (3, 17):
-            check(Product(fmt, 33, 96, tokens, tokens, gap=gap), runtime, profile)
+            check(Product(fmt, 33, whole_blocks(fmt, 96), tokens, tokens, gap=gap), runtime, profile)
 
 
 def test_outputs_are_counted_by_their_own_word_of_the_state(runtime: Any, profile: DeviceProfile) -> None:
@@ -241,7 +247,7 @@ def test_outputs_are_counted_by_their_own_word_of_the_state(runtime: Any, profil
 
 
 def test_long_rows_equal_float64(runtime: Any, profile: DeviceProfile) -> None:
-    for fmt, cols in (("q4_1", 4864), ("q8_0", 4864), ("f16", 4865)):
+    for fmt, cols in (("q4_1", 4864), ("q8_0", 4864), ("f16", 4865), ("q4_k", 4864), ("q6_k", 4864)):
         check(Product(fmt, 17, cols, 1, 1), runtime, profile)
         check(Product(fmt, 17, cols, 9, 9), runtime, profile)
 
@@ -316,6 +322,7 @@ def _linear(**changed: Any) -> list[Step]:
     (
         ({"fmt": "q9_9"}, "q9_9"),
         ({"cols": 33}, "33 columns"),
+        ({"fmt": "q4_k", "cols": 288}, "q4_k rows are blocks of 256 weights: 288 columns"),
         ({"epilogue": "gelu"}, "gelu"),
         ({"count": "rows"}, "rows"),
         ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 2, 0, 8)]}, "word 2"),

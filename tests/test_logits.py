@@ -6,18 +6,21 @@ Tolerance 1e-4 absolute with f32 KV: logits here are up to about 15 and pass som
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from model_files import K_SIZES, tiny_config, write_gguf_model, write_hf_model
 
 from xinfer_vk.cache import KVCache
 from xinfer_vk.engine.runner import Chunk, ModelRunner
 from xinfer_vk.models.registry import family
 from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.weights.device import WeightPlanner
+from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.source import open_model
 
 MODELS = sorted(p.parent for p in (Path(__file__).parent / "fixtures" / "models").glob("*/reference.npz"))
@@ -154,6 +157,50 @@ def test_argmax_is_that_of_the_logits(loaded: Loaded, reference: tuple[Path, np.
     got = loaded.runner.run([Chunk(sequence, token_ids[:32], "all")])
     loaded.cache.close(sequence)
     assert got.tolist() == want[:32].argmax(axis=1).tolist()
+
+
+def k_quant_mix(name: str) -> str:
+    """As Q4_K_M mixes formats: the layers are unlike, and so are q, k and v."""
+    if "embed_tokens" in name or "lm_head" in name:
+        return "q6_k"
+    if "v_proj" in name or "down_proj" in name:
+        return "q6_k" if ".layers.0." in name else "q5_0"
+    return "q4_k"
+
+
+def every_block_format(name: str) -> str:
+    """One after the other, by the tensor's name."""
+    kinds = [f.name for f in FORMATS.values() if f.block > 1]
+    return kinds[zlib.crc32(name.encode()) % len(kinds)]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("mix", [k_quant_mix, every_block_format])
+def test_logits_of_mixed_low_bit_files_equal_those_of_their_dequantized_weights(
+    tmp_path: Path, mix: Callable[[str], str], architecture: str
+) -> None:
+    config = tiny_config(architecture, **K_SIZES)
+    dense = write_gguf_model(tmp_path / "mixed.gguf", config, fmt=mix)
+    write_hf_model(tmp_path / "dense", config, dense)
+    tokens = list(range(7, 71, 3))
+    want = Loaded(NumpyRuntime(), tmp_path / "dense").logits(tokens, None)
+    assert np.ptp(want) > 1
+    assert worst(Loaded(NumpyRuntime(), tmp_path / "mixed.gguf").logits(tokens, None), want) <= TOLERANCE
+
+
+def test_device_logits_of_a_k_quant_mix_equal_those_of_its_dequantized_weights(
+    runtime: Any, tmp_path: Path
+) -> None:
+    config = tiny_config("llama", **K_SIZES, num_hidden_layers=2)
+    write_hf_model(tmp_path / "dense", config, write_gguf_model(tmp_path / "m.gguf", config, fmt=k_quant_mix))
+    tokens = list(range(7, 71, 3))
+    want = Loaded(NumpyRuntime(), tmp_path / "dense").logits(tokens, None)
+    model = Loaded(runtime, tmp_path / "m.gguf")
+    try:
+        assert worst(model.logits(tokens, None), want) <= TOLERANCE
+        assert worst(model.logits(tokens[:6], 1), want[:6]) <= TOLERANCE
+    finally:
+        model.free()
 
 
 def test_f16_cache_stays_near_the_f32_one(runtime: Any) -> None:

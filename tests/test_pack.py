@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from model_files import (
+    K_SIZES,
     decoded,
     encode,
     random_tensors,
@@ -35,11 +36,14 @@ from xinfer_vk.weights.formats import FORMATS, as_f32, pack_x8
 from xinfer_vk.weights.mapped import MappedFile
 from xinfer_vk.weights.source import ModelSource, open_model
 
-BLOCK_FORMATS = ("q8_0", "q4_0", "q4_1")
-
 
 def _cols(fmt: str) -> list[int]:
-    return [32, 64, 96, 288] if fmt in BLOCK_FORMATS else [1, 2, 3, 31, 64, 65]
+    return {1: [1, 2, 3, 31, 64, 65], 32: [32, 64, 96, 288], 256: [256, 512, 768]}[FORMATS[fmt].block]
+
+
+def _sizes(fmt: str) -> dict[str, int]:
+    """Of a tiny model whose matrices can be in that format."""
+    return K_SIZES if FORMATS[fmt].block == 256 else {}
 
 
 def _weights(rows: int, cols: int) -> np.ndarray:
@@ -57,17 +61,55 @@ def test_packed_weights_decode_to_the_values_of_the_file(fmt: str, rows: int, co
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_that_pad_a_group_are_zero(fmt: str) -> None:
-    words = pack_x8(fmt, encode(_weights(3, 32), fmt).reshape(3, -1), 32)
+    cols = max(32, FORMATS[fmt].block)
+    words = pack_x8(fmt, encode(_weights(3, cols), fmt).reshape(3, -1), cols)
     assert words[0, :, :3].any()
     assert not words[0, :, 3:].any()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_packing_does_not_need_aligned_data(fmt: str) -> None:
-    rows = encode(_weights(16, 64), fmt).reshape(16, -1)
+    cols = max(64, FORMATS[fmt].block)
+    rows = encode(_weights(16, cols), fmt).reshape(16, -1)
     shifted = np.zeros(rows.size + 1, np.uint8)[1:]
     shifted[:] = rows.reshape(-1)
-    assert np.array_equal(pack_x8(fmt, shifted.reshape(16, -1), 64), pack_x8(fmt, rows, 64))
+    assert np.array_equal(pack_x8(fmt, shifted.reshape(16, -1), cols), pack_x8(fmt, rows, cols))
+
+
+def _extreme_blocks(fmt: str, rng: np.random.Generator) -> np.ndarray:
+    """Blocks [n, bytes] of random bits, of zeros, of ones, and with every kind of f16 where the scales
+    may be: the largest, subnormal, negative zero, infinite, NaN."""
+    size = FORMATS[fmt].block_bytes
+    random = rng.integers(0, 256, (96, size), np.uint8)
+    for i, half in enumerate((0x7BFF, 0xFBFF, 0x0001, 0x8000, 0x7C00, 0xFC00, 0x7E01, 0x0400)):
+        for at in (0, 2, size - 4, size - 2):
+            random[i * 12 + at % 7, at : at + 2] = (half & 255, half >> 8)
+    return np.concatenate((random, np.zeros((4, size), np.uint8), np.full((4, size), 255, np.uint8)))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
+@pytest.mark.parametrize("fmt", [f.name for f in FORMATS.values() if f.block > 1])
+def test_any_blocks_decode_as_the_gguf_package_decodes_them(fmt: str) -> None:
+    """Infinite and NaN scales give what they give there; all else is equal, which is less than the
+    2^-20 of a block's largest value that is promised."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    blocks = np.resize(
+        _extreme_blocks(fmt, np.random.default_rng(len(fmt))), (8 * 13, 1, FORMATS[fmt].block_bytes)
+    )
+    for per_row in (1, 2, 13):
+        rows = np.ascontiguousarray(blocks.reshape(-1, per_row * FORMATS[fmt].block_bytes))
+        cols = per_row * FORMATS[fmt].block
+        got = unpack(fmt, pack_x8(fmt, rows, cols).reshape(-1), len(rows), cols)
+        want = dequantize(rows, GGMLQuantizationType[fmt.upper()])
+        np.testing.assert_array_equal(got, want)
+
+
+def test_device_words_are_at_most_2_percent_more_than_the_blocks_of_the_file() -> None:
+    for f in FORMATS.values():
+        for cols in (1024, 4096, 4864):
+            assert row_words(f.name, cols) * 4 <= 1.02 * f.row_bytes(cols), (f.name, cols)
 
 
 def test_bits_that_are_not_numbers_survive_packing() -> None:
@@ -165,7 +207,8 @@ def assert_holds(runtime: NumpyRuntime, handles: dict[str, Any], want: dict[str,
         for norm in ("input_layernorm", "post_attention_layernorm"):
             values = want[f"{layer}.{norm}.weight"]
             assert np.array_equal(vector_values(runtime, handles[f"{i}.{norm}"], values.size), values)
-    assert np.array_equal(vector_values(runtime, handles["norm"], 64), want["model.norm.weight"])
+    norm = want["model.norm.weight"]
+    assert np.array_equal(vector_values(runtime, handles["norm"], norm.size), norm)
     if "head" in handles:
         check(handles["head"], ["lm_head"])
 
@@ -183,7 +226,7 @@ def test_safetensors_weights_reach_the_device(tmp_path: Path, architecture: str,
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_gguf_weights_reach_the_device(tmp_path: Path, architecture: str, fmt: str) -> None:
     """Llama's queries and keys come back in the order Hugging Face has, out of the converter's."""
-    want = write_gguf_model(tmp_path / "m.gguf", tiny_config(architecture), fmt=fmt)
+    want = write_gguf_model(tmp_path / "m.gguf", tiny_config(architecture, **_sizes(fmt)), fmt=fmt)
     with open_model(tmp_path / "m.gguf") as source:
         runtime, handles, _ = load(source)
         assert_holds(runtime, handles, want)

@@ -11,10 +11,12 @@ from click.testing import CliRunner
 from xinfer_vk.cli.selftest import as_record, choose_cases, command
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
+from xinfer_vk.kernels.layout import FORMATS
 from xinfer_vk.plan import BufferKind
 from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.selftest import Case, Finding, all_cases, run_cases
 from xinfer_vk.selftest.case import EXACT, POISON, Tolerance, compare, compare_with_oracles
+from xinfer_vk.selftest.weights import QUICK_FORMATS
 from xinfer_vk.vulkan.runtime import KomputeRuntime
 
 TENTH = Tolerance(0.1, 0.0, "for this test")
@@ -70,8 +72,8 @@ def test_every_kernel_family_and_format_has_a_quick_case():
         "memory",
     ):
         assert any(name.startswith(kernel) for name in names)
-    for fmt in ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"):
-        assert sum(name.startswith(f"linear: {fmt},") for name in names) >= 3
+    for fmt in FORMATS:
+        assert sum(name.startswith(f"linear: {fmt},") for name in names) >= (3 if fmt in QUICK_FORMATS else 1)
         assert f"embed: {fmt}" in names
     for kv_dtype in ("f32", "f16"):
         for start in (

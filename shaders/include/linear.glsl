@@ -1,7 +1,6 @@
 // What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, or through SwiGLU.
 // W lies in the x8 layout; see include/formats.glsl, which must be included first. ALIGNED is a
 // specialization constant, EPILOGUE_LOOP what to do with a loop of four: [[unroll]] or [[dont_unroll]].
-layout(set = 0, binding = 0) readonly buffer W { uvec4 w[]; };
 layout(set = 0, binding = 1) readonly buffer X { vec4 x[]; };   // [tokens][x_stride] floats at x_offset
 layout(set = 0, binding = 2) buffer Y { float y[]; };           // [tokens][y_stride] at y_offset
 layout(set = 0, binding = 3) readonly buffer State { uint state[]; };

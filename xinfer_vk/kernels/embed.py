@@ -9,11 +9,11 @@ import numpy as np
 
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
-from xinfer_vk.kernels.layout import data_words, matrix_words, row_words
+from xinfer_vk.kernels.layout import matrix_words, row_words, units
 from xinfer_vk.kernels.unpack import unpack_rows
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
-LOCAL_SIZE = 64  # data words of a row; on a CPU device, too, a few workgroups a token are enough
+LOCAL_SIZE = 64  # units of a row; on a CPU device, too, a few workgroups a token are enough
 
 
 def _oracle(fmt: str) -> Callable[[OracleCall], None]:
@@ -78,6 +78,6 @@ def embed(
             "scale": scale,
         }
         buffers = {"w": part.buffer, "y": out.buffer, "state": state}
-        groups = (ceil_div(data_words(fmt, cols), LOCAL_SIZE), tokens)
+        groups = (ceil_div(units(fmt, cols), LOCAL_SIZE), tokens)
         steps.append(make_step(_kernel(fmt), buffers, params, groups, "embed", independent=bool(steps)))
     return steps

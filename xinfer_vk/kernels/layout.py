@@ -9,41 +9,114 @@ eight rows stand side by side::
 Neighbouring lanes, taken over (k, row), therefore read neighbouring words at every subgroup size,
 and a CPU device reads one row per lane of an eight-wide register.
 
-Words of a row, in order (a block is 32 weights, ``nb = cols / 32``):
+Words of a row, in order:
 
 ========  ==================================================================================
 f32       ``cols`` words
 f16 bf16  ``ceil(cols / 2)`` words, weight 2k in the low half; an odd last half is zero
-q8_0      ``ceil(nb / 2)`` scale words (f16, block 2j low, 2j+1 high), then 8 words a block:
-          word k holds the int8 weights 4k..4k+3, lowest byte first; ``w = d q``
-q4_0      scales as q8_0, then 4 words a block: byte i of word k holds weight 4k+i (low
-          nibble) and 16+4k+i (high nibble), the order of GGML; ``w = d (q - 8)``
-q4_1      ``nb`` words (f16 d low, f16 m high), then 4 words a block as q4_0; ``w = d q + m``
+others    all scales, then all weights: ``block_words`` words for every 32 columns
 ========  ==================================================================================
+
+Weights of 32 columns. A *nibble word* ``i`` (of 4) holds 8 weights, in byte ``n`` one in the low and
+one in the high nibble. In formats with a scale for every 32 columns these are weights ``4i + n`` and
+``16 + 4i + n``, the order of GGML; in those with a scale for every 16 ("adjacent" below) they are
+``8i + n`` and ``8i + 4 + n``, so that a word has one scale. Bits above the nibble lie in *planes*,
+words after the nibble words, so that byte ``n`` of the plane, shifted, is the upper part of byte ``n``
+of the nibbles: a *bit plane* has the low nibbles' bit at ``8n + i`` and the high nibbles' at
+``8n + 4 + i``; a *pair plane* has two bits at ``8n + 2i``, one plane for the low nibbles and one for
+the high.
+
+=======  =======================  ============================================  ====================
+format   scales                   weights of 32 columns                         value
+=======  =======================  ============================================  ====================
+q8_0     f16 d, two a word        8 words: weight 4k+n in byte n of word k      d q (q signed)
+q4_0     f16 d, two a word        4 nibble words                                d (q - 8)
+q4_1     f16 d, f16 m: a word     4 nibble words                                d q + m
+q5_0     f16 d, two a word        4 nibble words, a bit plane                   d (q - 16)
+q5_1     f16 d, f16 m: a word     4 nibble words, a bit plane                   d q + m
+iq4_nl   f16 d, two a word        4 nibble words                                d IQ4_VALUES[q]
+mxfp4    8-bit exponent, four a   4 nibble words                                2^(e-128)
+         word                                                                   * MXFP4_VALUES[q]
+q2_k     d m, then 16 bytes       adjacent: two pair planes                     d s q - m t
+q3_k     d, then 12 bytes         adjacent: two pair planes, a bit plane        d (s - 32) (q - 4)
+q4_k     d m, then 12 bytes       4 nibble words                                d s q - m t
+q5_k     d m, then 12 bytes       4 nibble words, a bit plane                   d s q - m t
+q6_k     d, then 16 bytes         adjacent: 4 nibble words, two pair planes     d s (q - 32), s signed
+iq4_xs   d and 16 bits, 4 bytes   4 nibble words                                d (s - 32)
+                                                                                * IQ4_VALUES[q]
+=======  =======================  ============================================  ====================
+
+Scales that do not fill their last word are followed by zeros. The last six formats have "super-blocks"
+of 256 columns: a word with f16 ``d`` (low half) and f16 ``m`` (high; zero where there is none, the
+upper two bits of iq4_xs' scales there), then the bytes of the smaller scales ``s`` and ``t`` exactly as
+GGML has them.
 
 Only the order of bits differs from the model file: no value is rounded.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 ROWS = 8  # rows interleaved in one group
-BLOCK = 32  # weights of one quantized block
-FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
-BLOCK_FORMATS = ("q8_0", "q4_0", "q4_1")
+BLOCK = 32  # columns whose weights lie together
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """``columns`` share ``scale_words`` words of scales; ``block``: what a row must be a multiple of;
+    ``block_words``: words of weights for every 32 columns."""
+
+    block: int
+    columns: int
+    scale_words: int
+    block_words: int
+
+
+BLOCK_LAYOUTS = {
+    "q8_0": BlockLayout(32, 64, 1, 8),
+    "q4_0": BlockLayout(32, 64, 1, 4),
+    "q4_1": BlockLayout(32, 32, 1, 4),
+    "q5_0": BlockLayout(32, 64, 1, 5),
+    "q5_1": BlockLayout(32, 32, 1, 5),
+    "q2_k": BlockLayout(256, 256, 5, 2),
+    "q3_k": BlockLayout(256, 256, 4, 3),
+    "q4_k": BlockLayout(256, 256, 4, 4),
+    "q5_k": BlockLayout(256, 256, 4, 5),
+    "q6_k": BlockLayout(256, 256, 5, 6),
+    "iq4_nl": BlockLayout(32, 64, 1, 4),
+    "iq4_xs": BlockLayout(256, 256, 2, 4),
+    "mxfp4": BlockLayout(32, 128, 1, 4),
+}
+PER_WORD = {"f32": 1, "f16": 2, "bf16": 2}  # weights in a word of the formats without blocks
+BLOCK_FORMATS = tuple(BLOCK_LAYOUTS)
+FORMATS = (*PER_WORD, *BLOCK_FORMATS)
+
+# The values that four bits stand for in iq4_nl and iq4_xs, and in mxfp4 (doubled, so they are whole).
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def scale_words(fmt: str, cols: int) -> int:
     """Words of scales at the start of a row: where its quantized weights begin."""
-    blocks = cols // BLOCK
-    if fmt in ("q8_0", "q4_0"):
-        return -(-blocks // 2)
-    return blocks if fmt == "q4_1" else 0
+    if fmt in PER_WORD:
+        return 0
+    layout = BLOCK_LAYOUTS[fmt]
+    return -(-cols // layout.columns) * layout.scale_words
 
 
 def data_words(fmt: str, cols: int) -> int:
     """Words of weights in a row of ``cols``, scales apart."""
-    per_word = {"f32": 1, "f16": 2, "bf16": 2, "q8_0": 4, "q4_0": 8, "q4_1": 8}[fmt]
-    return -(-cols // per_word)
+    if fmt in PER_WORD:
+        return -(-cols // PER_WORD[fmt])
+    return cols // BLOCK * BLOCK_LAYOUTS[fmt].block_words
+
+
+def units(fmt: str, cols: int) -> int:
+    """How many times the kernels decode to get a row: 1, 2, 4 or 8 weights at a time."""
+    if fmt in PER_WORD:
+        return data_words(fmt, cols)
+    return cols // (4 if fmt == "q8_0" else 8)
 
 
 def row_words(fmt: str, cols: int) -> int:
@@ -53,8 +126,9 @@ def row_words(fmt: str, cols: int) -> int:
         raise ValueError(f"weight format {fmt!r} is not supported (supported: {', '.join(FORMATS)})")
     if cols < 1:
         raise ValueError(f"a row of {cols} weights: must be at least 1")
-    if fmt in BLOCK_FORMATS and cols % BLOCK:
-        raise ValueError(f"{fmt} rows are blocks of {BLOCK} weights: {cols} columns are not a multiple")
+    if fmt in BLOCK_LAYOUTS and cols % BLOCK_LAYOUTS[fmt].block:
+        block = BLOCK_LAYOUTS[fmt].block
+        raise ValueError(f"{fmt} rows are blocks of {block} weights: {cols} columns are not a multiple")
     return scale_words(fmt, cols) + data_words(fmt, cols)
 
 

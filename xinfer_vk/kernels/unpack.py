@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from xinfer_vk.kernels.layout import BLOCK, ROWS, padded_rows, row_words, scale_words
+from xinfer_vk.kernels.layout import (
+    BLOCK,
+    BLOCK_LAYOUTS,
+    IQ4_VALUES,
+    MXFP4_VALUES,
+    ROWS,
+    padded_rows,
+    row_words,
+    scale_words,
+)
+
+SUPER_BLOCK = 256
+OFFSETS = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q3_k": 4}  # what is zero
 
 
 def bf16_to_f32(halves: np.ndarray) -> np.ndarray:
@@ -26,24 +38,97 @@ def deinterleave(words: np.ndarray, rows: int, words_per_row: int) -> np.ndarray
 def decode_rows(fmt: str, words: np.ndarray, cols: int) -> np.ndarray:
     """Row-major words [n, row_words(fmt, cols)] -> float32 [n, cols]."""
     words = np.ascontiguousarray(words, np.uint32)
-    rows = words.shape[0]
     if fmt == "f32":
         return words.view(np.float32)
     if fmt in ("f16", "bf16"):
         halves = words.view(np.uint16)[:, :cols]
         return halves.view(np.float16).astype(np.float32) if fmt == "f16" else bf16_to_f32(halves)
-    blocks, scales = cols // BLOCK, scale_words(fmt, cols)
-    halves = np.ascontiguousarray(words[:, :scales]).view(np.float16).astype(np.float32)
-    data = np.ascontiguousarray(words[:, scales:]).view(np.uint8)
+    layout, n = BLOCK_LAYOUTS[fmt], words.shape[0]
+    scales = words[:, : scale_words(fmt, cols)]
+    data = words[:, scales.shape[1] :].reshape(n, cols // BLOCK, layout.block_words)
+    if layout.columns == SUPER_BLOCK:
+        d, m = _super_scales(fmt, scales.reshape(n, -1, layout.scale_words))
+    else:
+        d, m = _block_scales(fmt, scales, cols // BLOCK)
+    q = _quants(fmt, data).reshape(n, d.shape[1], -1)  # as many columns as share a scale
+    with np.errstate(invalid="ignore", over="ignore"):  # scales may be infinite or NaN
+        w = q * d[:, :, None]
+        return (w if m is None else w + m[:, :, None]).reshape(n, cols)
+
+
+def _block_scales(fmt: str, words: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """(d, m) of blocks of 32: float32 [n, blocks]."""
+    if fmt == "mxfp4":
+        exponents = np.ascontiguousarray(words).view(np.uint8)[:, :blocks].astype(np.int32)
+        return np.ldexp(np.float32(1), exponents - 128), None
+    halves = np.ascontiguousarray(words).view(np.float16).astype(np.float32)
+    if fmt in ("q4_1", "q5_1"):
+        return halves[:, 0::2], halves[:, 1::2]
+    return halves[:, :blocks], None
+
+
+def _super_scales(fmt: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """(d, m) of blocks of 32 or 16 within super-blocks, whose scales are ``words [n, supers, words]``:
+    float32 [n, blocks]."""
+    n = words.shape[0]
+    halves = np.ascontiguousarray(words[:, :, :1]).view(np.float16).astype(np.float32)
+    d, m = halves[:, :, :1], halves[:, :, 1:]
+    codes = np.ascontiguousarray(words[:, :, 1:]).view(np.uint8)  # bytes
+    small = None
+    if fmt == "q6_k":
+        scale = codes.view(np.int8)
+    elif fmt == "q2_k":
+        scale, small = codes & 15, codes >> 4
+    elif fmt == "q3_k":
+        low, high = codes[:, :, :8], codes[:, :, 8:]
+        low = np.concatenate((low & 15, low >> 4), axis=2)
+        high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
+        scale = (low | high << 4).astype(np.int8) - np.int8(32)
+    elif fmt == "iq4_xs":
+        j = np.arange(8, dtype=np.uint32)
+        low, high = words[:, :, 1:] >> 4 * j & 15, words[:, :, :1] >> 16 + 2 * j & 3
+        scale = (low | high << 4).astype(np.int8) - np.int8(32)
+    else:  # q4_k, q5_k
+        s, t, rest = codes[:, :, :4], codes[:, :, 4:8], codes[:, :, 8:]
+        scale = np.concatenate((s & 63, rest & 15 | s >> 6 << 4), axis=2)
+        small = np.concatenate((t & 63, rest >> 4 | t >> 6 << 4), axis=2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        d = (d * scale.astype(np.float32)).reshape(n, -1)
+        return d, None if small is None else -(m * small.astype(np.float32)).reshape(n, -1)
+
+
+def _quants(fmt: str, data: np.ndarray) -> np.ndarray:
+    """The numbers that scales multiply: words [n, blocks, block_words] -> float32 [n, blocks, 32]."""
+    n, blocks, _ = data.shape
     if fmt == "q8_0":
-        q = data.view(np.int8).reshape(rows, blocks, BLOCK).astype(np.float32)
-        return (q * halves[:, :blocks, None]).reshape(rows, cols)
-    nibbles = data.reshape(rows, blocks, BLOCK // 2)
-    q = np.concatenate((nibbles & 15, nibbles >> 4), axis=2).astype(np.float32)
-    if fmt == "q4_0":
-        return ((q - 8) * halves[:, :blocks, None]).reshape(rows, cols)
-    d, m = halves[:, 0::2, None], halves[:, 1::2, None]
-    return (q * d + m).reshape(rows, cols)
+        return np.ascontiguousarray(data).view(np.int8).astype(np.float32)
+    low_at, high_at = _columns(fmt)
+    q: np.ndarray = np.zeros((n, blocks, BLOCK), np.uint8)
+    planes = data
+    if fmt not in ("q2_k", "q3_k"):
+        nibbles, planes = np.ascontiguousarray(data[:, :, :4]).view(np.uint8), data[:, :, 4:]
+        q[:, :, low_at], q[:, :, high_at] = nibbles & 15, nibbles >> 4
+    planes = np.ascontiguousarray(planes).view(np.uint8).reshape(n, blocks, -1, 1, 4)  # [plane][i][byte]
+    i = np.arange(4, dtype=np.uint8)[:, None]
+    pairs, bit = {"q2_k": (0, None), "q3_k": (0, 2), "q6_k": (4, None)}.get(fmt, (None, 4))
+    if pairs is not None:
+        q[:, :, low_at] |= (planes[:, :, 0] >> 2 * i & 3).reshape(n, blocks, 16) << pairs
+        q[:, :, high_at] |= (planes[:, :, 1] >> 2 * i & 3).reshape(n, blocks, 16) << pairs
+    if bit is not None and planes.size:
+        q[:, :, low_at] |= (planes[:, :, -1] >> i & 1).reshape(n, blocks, 16) << bit
+        q[:, :, high_at] |= (planes[:, :, -1] >> 4 + i & 1).reshape(n, blocks, 16) << bit
+    values = {"iq4_nl": IQ4_VALUES, "iq4_xs": IQ4_VALUES, "mxfp4": MXFP4_VALUES}.get(fmt)
+    if values is not None:
+        return np.array(values, np.float32)[q]
+    return q.astype(np.float32) - np.float32(OFFSETS.get(fmt, 0))
+
+
+def _columns(fmt: str) -> tuple[np.ndarray, np.ndarray]:
+    """Columns of the low and of the high nibbles of a block, byte by byte."""
+    if fmt in ("q2_k", "q3_k", "q6_k"):
+        low = np.arange(BLOCK).reshape(4, 2, 4)[:, 0].reshape(-1)
+        return low, low + 4
+    return np.arange(16), np.arange(16, 32)
 
 
 def unpack(fmt: str, words: np.ndarray, rows: int, cols: int) -> np.ndarray:
