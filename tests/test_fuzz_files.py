@@ -152,7 +152,9 @@ def test_damaged_gguf_files(tmp_path: Path, seed: int) -> None:
             write_gguf_model(path, tiny_config(architecture, **SMALL), fmt=fmt, tokens=tokens)
             kinds.append(path.read_bytes())
     mixed = iter(itertools.cycle([f.name for f in FORMATS.values() if f.ggml_type > 3]))
-    write_gguf_model(path, tiny_config("llama", **{**SMALL, **K_SIZES}), fmt=lambda name: next(mixed))
+    write_gguf_model(
+        path, tiny_config("llama", **{**SMALL, **K_SIZES, "head_dim": 128}), fmt=lambda name: next(mixed)
+    )
     kinds.append(path.read_bytes())
     target = tmp_path / "x.gguf"
 

@@ -182,10 +182,16 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         "truncated or damaged: tensor 't' ends",
     ),
     "an unsupported type": (
-        gguf_bytes(rows=[row("t", [256], 12)], data=bytes(999)),
-        "'t' has type Q4_K, supported: ",
+        gguf_bytes(rows=[row("t", [256], 19)], data=bytes(999)),
+        "'t' has type IQ1_S, supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, "
+        "Q6_K, IQ4_NL, IQ4_XS, MXFP4",
     ),
     "an unknown type": (gguf_bytes(rows=[row("t", [256], 999)], data=bytes(999)), "has type unknown (999)"),
+    "columns that are no whole super-blocks": (
+        gguf_bytes(rows=[row("t", [288], 12)], data=bytes(999)),
+        "'t': 288 columns are not whole q4_k blocks of 256",
+    ),
+    "a truncated super-block": (gguf_bytes(rows=[row("t", [256], 14)], data=bytes(209)), "is truncated"),
     "columns that are no whole blocks": (
         gguf_bytes(rows=[row("t", [33], Q4_0)], data=bytes(99)),
         "not whole q4_0",
@@ -209,8 +215,8 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     ),
     "a tensor name that is not UTF-8": (gguf_bytes(rows=[row(b"\xff", [2])], data=bytes(64)), "not UTF-8"),
     "a tensor name of control characters": (
-        gguf_bytes(rows=[row("\x1b[2J\n", [2], 12)], data=bytes(64)),
-        r"'\x1b[2J\n' has type Q4_K",
+        gguf_bytes(rows=[row("\x1b[2J\n", [2], 19)], data=bytes(64)),
+        r"'\x1b[2J\n' has type IQ1_S",
     ),
 }
 

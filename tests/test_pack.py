@@ -95,11 +95,9 @@ def test_any_blocks_decode_as_the_gguf_package_decodes_them(fmt: str) -> None:
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    blocks = np.resize(
-        _extreme_blocks(fmt, np.random.default_rng(len(fmt))), (8 * 13, 1, FORMATS[fmt].block_bytes)
-    )
+    blocks = _extreme_blocks(fmt, np.random.default_rng(len(fmt)))
     for per_row in (1, 2, 13):
-        rows = np.ascontiguousarray(blocks.reshape(-1, per_row * FORMATS[fmt].block_bytes))
+        rows = blocks.reshape(-1, per_row * FORMATS[fmt].block_bytes)
         cols = per_row * FORMATS[fmt].block
         got = unpack(fmt, pack_x8(fmt, rows, cols).reshape(-1), len(rows), cols)
         want = dequantize(rows, GGMLQuantizationType[fmt.upper()])
@@ -292,7 +290,7 @@ def test_tensors_of_unlike_formats_are_not_stacked(tmp_path: Path) -> None:
 
 
 def test_device_bytes_stay_near_the_file(tmp_path: Path) -> None:
-    config = tiny_config("llama", hidden_size=256, intermediate_size=512, vocab_size=1024)
+    config = tiny_config("llama", **K_SIZES, vocab_size=1024)
     for fmt in FORMATS:
         write_gguf_model(tmp_path / f"{fmt}.gguf", config, fmt=fmt)
         with open_model(tmp_path / f"{fmt}.gguf") as source:
