@@ -9,9 +9,10 @@
 // `subgroup`, for subgroups of at least 8; with `none` every lane loads all of it).
 // The word loaded serves all tokens: weights are read and unpacked once per TOKENS of them.
 //
-// Nibbles are masked where they lie in the word and converted there, a power of two too large; x, not
-// the weights, carries the power that undoes it (exact). Scales are applied once per block of 32
-// columns: sum(w x) = d sum(q x) + m sum(x).
+// Weights of 2 to 6 bits (four to a word of bytes, see formats.glsl) are masked where they lie in the word
+// and converted there, a power of two too large; x, not the weights, carries the power that undoes it
+// (exact). Scales are applied once per block of 32 or 16 columns: sum(w x) = d sum(q x) + m sum(x). The
+// scales of super-blocks are loaded every 256 columns and stay in registers.
 //
 // Bytes: the weights once per TOKENS tokens, x once per 32 rows. No shared memory, no barrier.
 // Workgroups: x = ceil(rows / 32), y = ceil(tokens / TOKENS).
@@ -26,7 +27,7 @@
 layout(local_size_x_id = 0) in; // spec: local_size = 8
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
-#define ALL_SCALES
+#define ALL_SCALES // they serve a whole super-block
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"

@@ -183,8 +183,8 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     ),
     "an unsupported type": (
         gguf_bytes(rows=[row("t", [256], 19)], data=bytes(999)),
-        "'t' has type IQ1_S, supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, "
-        "Q6_K, IQ4_NL, IQ4_XS, MXFP4",
+        "'t' has type IQ1_S, supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, "
+        "Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4",
     ),
     "an unknown type": (gguf_bytes(rows=[row("t", [256], 999)], data=bytes(999)), "has type unknown (999)"),
     "columns that are no whole super-blocks": (

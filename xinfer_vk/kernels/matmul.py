@@ -1,7 +1,7 @@
 """Matrix products with the weights of a model: ``y[t] = W x[t] (+ bias)`` for every token row ``t``.
 
-Weights stay in their format (f32, f16, bf16, q8_0, q4_0, q4_1) in the x8 layout and are decoded in
-the kernels; arithmetic is f32 and activations are not quantized. Epilogues: ``store``; ``add``, the
+Weights stay in their format (:data:`xinfer_vk.kernels.layout.FORMATS`) in the x8 layout and are decoded
+in the kernels; arithmetic is f32 and activations are not quantized. Epilogues: ``store``; ``add``, the
 residual connection; ``swiglu`` (Shazeer 2020), which takes rows in pairs gate, up, gate, up, … and
 stores ``silu(gate) * up``.
 
