@@ -182,6 +182,24 @@ class TestDemoModel:
         assert TIMING.match(err.splitlines()[-1]), err
         assert "Traceback" not in err
 
+    def test_texts_that_a_lost_device_cuts_off_are_compared_as_far_as_they_are(self) -> None:
+        args = [
+            "compare-decoding",
+            "--model",
+            self.model,
+            "--prompt",
+            "Rain is",
+            "--raw",
+            "-n",
+            "20",
+            "--json",
+        ]
+        result = xinfer(*args, XINFER_VK_INJECT="vkQueueSubmit:8:-4")
+        assert_one_error(result, 1, "device was lost")
+        methods = json.loads(result.stdout)["methods"]
+        assert len(methods) == 5
+        assert all(method["token_ids"] and method["finish_reason"] == "error" for method in methods)
+
     def test_a_lost_device_is_one_line_and_the_text_until_then_is_kept(self) -> None:
         args = ["generate", "--model", self.model, "--prompt", "Write a poem about rain."]
         result = xinfer(*args, XINFER_VK_INJECT="vkQueueSubmit:8:-4")  # VK_ERROR_DEVICE_LOST

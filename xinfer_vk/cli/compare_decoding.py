@@ -15,7 +15,7 @@ from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.output import printable, say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.source import check_unicode, read_prompt
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, XinferError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -102,18 +102,29 @@ def command(
                 for notice in llm.notices:
                     click.echo(notice, err=True)
             most = len(METHODS) * max_new_tokens
+            ended: list[Decoding] = []
             with interruptible(stop.set):
-                decodings = compare_decoding(
-                    llm,
-                    text,
-                    max_new_tokens=max_new_tokens,
-                    seed=seed,
-                    system=system,
-                    raw=raw or None,
-                    ignore_eos=ignore_eos,
-                    stop_event=stop,
-                    on_step=lambda made: progress("generating", made, most),
-                )
+                try:
+                    decodings = compare_decoding(
+                        llm,
+                        text,
+                        max_new_tokens=max_new_tokens,
+                        seed=seed,
+                        system=system,
+                        raw=raw or None,
+                        ignore_eos=ignore_eos,
+                        stop_event=stop,
+                        on_step=lambda made: progress("generating", made, most),
+                        on_decoding=ended.append,
+                    )
+                except XinferError:  # what there is of the texts is not lost
+                    progress.close()
+                    ended.sort(key=lambda decoding: decoding.result.prompt)
+                    if ended and as_json:
+                        say_json(as_record(llm, text, seed, ended, None))
+                    elif ended:
+                        show(llm, ended)
+                    raise
                 kept: list[Kept] | None = None
 
                 def tell_kept(done: int, total: int) -> None:

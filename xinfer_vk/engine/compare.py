@@ -65,8 +65,10 @@ def compare_decoding(
     ignore_eos: bool = False,
     stop_event: threading.Event | None = None,
     on_step: Callable[[int], None] | None = None,
+    on_decoding: Callable[[Decoding], None] | None = None,
 ) -> list[Decoding]:
-    """The prompt's continuation by each of :data:`METHODS`. ``on_step`` hears of the tokens made so far.
+    """The prompt's continuation by each of :data:`METHODS`. ``on_step`` hears of the tokens made so far,
+    ``on_decoding`` of each text as it ends, also of what there is when an exception ends all.
 
     Raises :class:`UsageError` as :meth:`LLM.batch` does.
     """
@@ -74,14 +76,28 @@ def compare_decoding(
         SamplingParams(seed=seed, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, **fields)
         for fields in METHODS.values()
     ]
+    names = list(METHODS)
+
+    def decoding(result: GenerationResult) -> Decoding:
+        ids, method = result.token_ids, result.prompt
+        return Decoding(
+            names[method], params[method], result, repeated_ngrams(ids, 4), distinct_ngrams(ids, 2)
+        )
+
+    def ended(result: GenerationResult) -> None:
+        if on_decoding is not None:
+            on_decoding(decoding(result))
+
     results = llm.batch(
-        [prompt] * len(params), params, system=system, raw=raw, stop_event=stop_event, on_step=on_step
+        [prompt] * len(params),
+        params,
+        system=system,
+        raw=raw,
+        stop_event=stop_event,
+        on_step=on_step,
+        on_result=ended,
     )
-    return [
-        Decoding(name, result_params, result, repeated_ngrams(ids, 4), distinct_ngrams(ids, 2))
-        for name, result_params, result in zip(METHODS, params, results)
-        for ids in [result.token_ids]
-    ]
+    return [decoding(result) for result in results]
 
 
 def kept_at_each_step(
