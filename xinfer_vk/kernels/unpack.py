@@ -74,7 +74,8 @@ def _super_scales(fmt: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray |
     halves = np.ascontiguousarray(words[:, :, :1]).view(np.float16).astype(np.float32)
     d, m = halves[:, :, :1], halves[:, :, 1:]
     codes = np.ascontiguousarray(words[:, :, 1:]).view(np.uint8)  # bytes
-    small = None
+    scale: np.ndarray
+    small: np.ndarray | None = None
     if fmt == "q6_k":
         scale = codes.view(np.int8)
     elif fmt == "q2_k":
