@@ -87,8 +87,8 @@ def _super_scales(fmt: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray |
         scale = (low | high << 4).astype(np.int8) - np.int8(32)
     elif fmt == "iq4_xs":
         j = np.arange(8, dtype=np.uint32)
-        low, high = words[:, :, 1:] >> 4 * j & 15, words[:, :, :1] >> 16 + 2 * j & 3
-        scale = (low | high << 4).astype(np.int8) - np.int8(32)
+        nibbles, tops = words[:, :, 1:] >> 4 * j & 15, words[:, :, :1] >> 16 + 2 * j & 3
+        scale = (nibbles | tops << 4).astype(np.int8) - np.int8(32)
     else:  # q4_k, q5_k
         s, t, rest = codes[:, :, :4], codes[:, :, 4:8], codes[:, :, 8:]
         scale = np.concatenate((s & 63, rest & 15 | s >> 6 << 4), axis=2)
