@@ -352,3 +352,16 @@ def test_a_batch_takes_turns_where_memory_is_short(tiny_model: Path, monkeypatch
 def test_a_batch_refuses_what_is_no_list_of_prompts(llm: LLM, prompts: Any) -> None:
     with pytest.raises(UsageError):
         llm.batch(prompts)
+
+
+def test_two_streams_never_promise_the_same_blocks(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="numpy") as llm:
+        cache = llm._runner_for(96, 2, 96).cache  # two rows, but room for one of three blocks and a bit
+        first = llm.stream([5] * 60, max_new_tokens=30, ignore_eos=True)
+        second = llm.stream([6] * 60, max_new_tokens=30, ignore_eos=True)
+        next(first)
+        with pytest.raises(UsageError, match="another generation is under way"):
+            next(second)
+        assert len(first.result.token_ids) == 30
+        assert cache.promised == 0
+        assert len(llm.generate([6] * 60, max_new_tokens=30, ignore_eos=True).token_ids) == 30

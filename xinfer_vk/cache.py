@@ -123,6 +123,7 @@ class KVCache:
         region = blocks * block_words  # words of one layer's K (or V)
         self.bytes = layers * 2 * region * WORD_BYTES
         self._rows = list(range(sequences - 1, -1, -1))
+        self.promised = 0  # blocks that running generations may still come to need, or have
         self._parked: dict[int, CachedSequence] = {}  # by row, the one parked first comes first
         self._buffers: list[Buffer] = []
         self.layers: list[LayerCache] = []

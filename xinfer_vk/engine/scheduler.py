@@ -115,8 +115,10 @@ class Scheduler:
             if leader is not None and leader.finish_reason is None and not leader.prefilled:
                 return  # its prompt's blocks will be there soon
             blocks = -(-generation.needs_capacity // BLOCK_TOKENS)
-            if sum(self._reserved.values()) + blocks > cache.allocator.count:
-                return
+            if cache.promised + blocks > cache.allocator.count:
+                if self._running:
+                    return
+                raise UsageError(UNDER_WAY)  # the others are another scheduler's
             if leader is not None and leader.sequence is not None and leader.prefilled and cache.has_row:
                 shared = len(generation.prompt_ids) - 1  # the last token must run: its logits are wanted
                 generation.sequence = cache.fork(leader.sequence, shared)
@@ -129,6 +131,7 @@ class Scheduler:
                 generation.sequence = cache.open()
             generation.metrics.reused_tokens = generation.fed
             self._reserved[generation] = blocks
+            cache.promised += blocks
             self._running.append(self._waiting.popleft())
             if self._on_device(generation) and generation.params.has_penalties:
                 self.runner.sampler.write_history(generation.sequence.row, generation.prompt_ids)
@@ -137,7 +140,7 @@ class Scheduler:
         if generation.sequence is not None and not generation.keep_sequence:
             self.runner.cache.close(generation.sequence)
             generation.sequence = None
-        self._reserved.pop(generation, None)
+        self.runner.cache.promised -= self._reserved.pop(generation, 0)
         if generation in self._running:
             self._running.remove(generation)
 
