@@ -227,6 +227,7 @@ def test_a_narrow_terminal_has_a_line_of_figures_for_each_method(
 ) -> None:
     import rich.console
 
+    monkeypatch.setenv("TERM", "xterm")  # of a dumb one rich takes no width
     shown = io.StringIO()
     narrow = rich.console.Console(file=shown, force_terminal=True, width=40, color_system=None)
     monkeypatch.setattr(rich.console, "Console", lambda: narrow)
