@@ -48,7 +48,7 @@ def imported_by(folder: Path) -> set[str]:
                 found |= {name.name.split(".")[0] for name in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 found.add(node.module.split(".")[0])
-    return found - set(sys.stdlib_module_names)
+    return found - set(sys.stdlib_module_names) - {"tomllib"}  # 3.11's
 
 
 # ------------------------------------------------------------------------------------------- metadata
