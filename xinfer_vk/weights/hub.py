@@ -1,4 +1,4 @@
-"""Turns what a user calls a model into a path: a path, the demo model's name, or a name on the hub.
+"""Turns what a user calls a model into a path: a path, a name of `pull`, or a name on the hub.
 
 Names on the Hugging Face hub are fetched by ``huggingface_hub`` (the extra ``hub``), into its own
 cache, which other programs share. A model that is whole in that cache is used without asking the
@@ -18,7 +18,7 @@ from typing import Any
 from xinfer_vk.errors import DownloadError, ModelError, UsageError
 from xinfer_vk.fields import parse_json, quoted
 from xinfer_vk.weights.mapped import read_small_file
-from xinfer_vk.weights.pull import DEMO, Progress, ensure_demo_model
+from xinfer_vk.weights.pull import MODELS, Progress, ensure_model
 from xinfer_vk.weights.safetensors_file import INDEX_NAME, MAX_INDEX_BYTES
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -43,8 +43,9 @@ PATTERNS = [
 def resolve_model(text: str, progress: Progress | None = None) -> Path:
     """The directory or ``.gguf`` file of a model.
 
-    ``text``: a path; "smollm2-135m", which is downloaded when it is not there; ``owner/name`` on the
-    hub; or ``owner/name/file.gguf`` on the hub. A path that exists wins. Raises :class:`UsageError`,
+    ``text``: a path; a name of ``xinfer-vk pull``, which is downloaded when it is not there and there are no
+    terms to agree to; ``owner/name`` on the hub; or ``owner/name/file.gguf`` on the hub. A path that exists
+    wins. Raises :class:`UsageError`,
     :class:`ModelError` or :class:`DownloadError`.
     """
     if not text.strip():
@@ -52,16 +53,16 @@ def resolve_model(text: str, progress: Progress | None = None) -> Path:
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):
         return path
-    if text == DEMO.name:
-        return ensure_demo_model(progress)
+    if text in MODELS:
+        return ensure_model(text, progress)
     file = HUB_FILE.fullmatch(text)
     if file is not None:
         return _hub_file(file[1], file[2])
     if HUB_NAME.fullmatch(text) and not text.endswith((".gguf", ".safetensors", ".json")):
         return _hub_directory(text)
     raise ModelError(
-        f"{quoted(text)}: no such file or directory: give a model directory, a .gguf file, {DEMO.name}, or a "
-        "name on the hub such as Qwen/Qwen2.5-0.5B-Instruct"
+        f"{quoted(text)}: no such file or directory: give a model directory, a .gguf file, "
+        f"{' or '.join(MODELS)}, or a name on the hub such as Qwen/Qwen2.5-0.5B-Instruct"
     )
 
 

