@@ -1,5 +1,6 @@
 // Exact attention over the paged KV cache: out = softmax(scale q Kᵀ) V, each query over positions
-// 0 … its own. Online softmax (Milakov & Gimelshein 2018; the tiling is that of Dao et al. 2022,
+// 0 … its own, or over the last `window` of those; with CAPPED, softmax(cap tanh(scale q Kᵀ / cap)).
+// Blocks outside every window of an item are not visited. Online softmax (Milakov & Gimelshein 2018; the tiling is that of Dao et al. 2022,
 // "FlashAttention"), grouped-query heads, scores and sums in f32.
 //
 // A query row is one head of one token. GROUP heads share a KV head, so the rows of an item are
@@ -25,8 +26,8 @@
 // Shared memory: queries are read as broadcasts, and rows are an odd number of 16-byte units apart,
 // so octets of different rows use different banks.
 //
-// Positions after a query's own may hold anything, NaN too (a freed block, a slot not written yet, a
-// later token of the same chunk): their scores are replaced, not masked by addition, and their values
+// Positions a query does not see may hold anything, NaN too (a freed block, a slot not written yet, a
+// later token of the same chunk, one that has left the window): their scores are replaced, not masked by addition, and their values
 // are never multiplied by a zero probability (0 x NaN is NaN) but left out.
 #version 450
 // variants: KV=f32,f16 EXCHANGE=shared,subgroup
@@ -44,6 +45,7 @@ layout(constant_id = 4) const uint ROW_OCTETS = 1u;
 layout(constant_id = 5) const uint KV_OCTETS = 1u;
 layout(constant_id = 6) const uint PER_TOKEN = 0u; // 0 or 1
 layout(constant_id = 7) const uint PARTIAL = 0u;   // 0 or 1
+layout(constant_id = 8) const uint CAPPED = 0u;    // 0 or 1
 layout(set = 0, binding = 0) readonly buffer Queries { float q[]; };    // [T][q_stride]
 layout(set = 0, binding = 1) readonly buffer Cache { uint cache[]; };   // the layer's K and V regions
 layout(set = 0, binding = 2) readonly buffer Cache4 { uvec4 cache4[]; }; // the same memory
@@ -59,7 +61,9 @@ layout(push_constant) uniform Push {
     uint kv_heads;
     uint splits;     // stretches of a sequence, a multiple of KV_OCTETS
     uint row_groups; // workgroups that share the rows of an item
+    uint window;     // positions a query sees, its own included; 0xffffffff: all
     float scale;
+    float softcap;   // unused without CAPPED
 } p;
 #include "state.glsl"
 #include "kv.glsl"
@@ -83,11 +87,24 @@ shared vec4 shared_p[OCTETS * ROWS * P_QUADS]; // probabilities of a block
 shared vec4 shared_lanes[OCTETS * ROWS * 2u];  // one number of each lane
 #endif
 
-// The rows of an octet: where their queries are, and how many positions each one sees.
+// The rows of an octet: where their queries are, and which positions each one sees.
 struct Rows {
     uint query[ROWS];
-    int seen[ROWS]; // 0 for a row that does not exist
+    int from[ROWS]; // the first position it sees
+    int seen[ROWS]; // and the one after the last
 };
+
+// First position that a query sees, `seen` being the one after its own.
+uint window_start(uint seen) {
+    return seen - min(seen, p.window);
+}
+
+// What softmax takes of a dot product. tanh(x) = 1 - 2 / (exp(2 x) + 1) is right for every x, while a
+// device's tanh may overflow; near 0 its error is that of rounding 1, small against scores.
+float score(float dot_product) {
+    const float s = dot_product * p.scale;
+    return CAPPED != 0u ? p.softcap * (1.0 - 2.0 / (exp(s * (2.0 / p.softcap)) + 1.0)) : s;
+}
 
 #ifdef EXCHANGE_SUBGROUP
 float from_lane(float x, uint i) { return subgroupShuffle(x, octet_start + i); }
@@ -215,35 +232,39 @@ float probability(float mine[SCORES], uint row, uint j) {
 #endif
 }
 
-// sums[row] += Σ p[row][j] v[j]. `first`: position of the block's token 0; `seen_by_all` positions
-// are seen by every row, and none is seen from `end` on.
-void add_values(Rows rows, float mine[SCORES], uint at, int first, int seen_by_all, int end,
-                inout float sums[ALL_SUMS]) {
-    const int valid = min(end - first, int(BLOCK_TOKENS));
-    const int shared_by_all = min(min(seen_by_all, end) - first, int(BLOCK_TOKENS)) & ~3;
-    int j = 0;
-    for (; j < shared_by_all; j += 4) {
-        [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
-            float v[4][MAX_LANE_DIMS];
-            [[unroll]] for (uint i = 0u; i < 4u; ++i)
-                load_values(at + (uint(j) + i) * VECTOR_WORDS, c, lane, v[i]);
-            [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-                const vec4 w = probabilities(mine, r, uint(j) / 4u);
-                [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
-                    sums[(r * CHUNKS + c) * LANE_DIMS + d] +=
-                        w.x * v[0][d] + w.y * v[1][d] + w.z * v[2][d] + w.w * v[3][d];
+// sums[row] += Σ p[row][j] v[j]. `first`: position of the block's token 0; rows see positions from
+// `begin` on and none from `end` on, and all of them see `all_from` … `all_seen` - 1.
+void add_values(Rows rows, float mine[SCORES], uint at, int first, int begin, int end, int all_from,
+                int all_seen, inout float sums[ALL_SUMS]) {
+    const int stop = min(end - first, int(BLOCK_TOKENS));
+    const int fours_from = (max(all_from - first, 0) + 3) & ~3;
+    const int fours_to = min(all_seen - first, stop) & ~3;
+    int j = max(begin - first, 0);
+    while (j < stop) {
+        // the window's and the causal edge: one token at a time, left out of the rows that do not see it
+        for (; j < stop && (j < fours_from || j >= fours_to); ++j) {
+            [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
+                float v[MAX_LANE_DIMS];
+                load_values(at + uint(j) * VECTOR_WORDS, c, lane, v);
+                [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+                    const float w = probability(mine, r, uint(j));
+                    const bool sees = first + j >= rows.from[r] && first + j < rows.seen[r];
+                    [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
+                        sums[(r * CHUNKS + c) * LANE_DIMS + d] += sees ? w * v[d] : 0.0;
+                }
             }
         }
-    }
-    for (; j < valid; ++j) { // the causal edge: one token at a time, left out of the rows that do not see it
-        [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
-            float v[MAX_LANE_DIMS];
-            load_values(at + uint(j) * VECTOR_WORDS, c, lane, v);
-            [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-                const float w = probability(mine, r, uint(j));
-                const bool sees = first + j < rows.seen[r];
-                [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
-                    sums[(r * CHUNKS + c) * LANE_DIMS + d] += sees ? w * v[d] : 0.0;
+        for (; j < fours_to; j += 4) {
+            [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
+                float v[4][MAX_LANE_DIMS];
+                [[unroll]] for (uint i = 0u; i < 4u; ++i)
+                    load_values(at + (uint(j) + i) * VECTOR_WORDS, c, lane, v[i]);
+                [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+                    const vec4 w = probabilities(mine, r, uint(j) / 4u);
+                    [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
+                        sums[(r * CHUNKS + c) * LANE_DIMS + d] +=
+                            w.x * v[0][d] + w.y * v[1][d] + w.z * v[2][d] + w.w * v[3][d];
+                }
             }
         }
     }
@@ -258,26 +279,33 @@ void attend(uint start, uint count) {
     if (first_row >= end_row) return;
 
     // The stretch of blocks. Positions of a tile's tokens need not ascend, so look at all of them.
-    uint positions = 0u;
-    for (uint t = first_row / GROUP; t <= (end_row - 1u) / GROUP; ++t)
-        positions = max(positions, state[STATE_POSITION + start + t] + 1u);
+    uint positions = 0u, visible_from = 0xffffffffu;
+    for (uint t = first_row / GROUP; t <= (end_row - 1u) / GROUP; ++t) {
+        const uint seen = state[STATE_POSITION + start + t] + 1u;
+        positions = max(positions, seen);
+        visible_from = min(visible_from, window_start(seen));
+    }
+    const uint skipped = visible_from / BLOCK_TOKENS; // blocks before every window
     const uint blocks = (positions + BLOCK_TOKENS - 1u) / BLOCK_TOKENS;
-    const uint stretch = (blocks + p.splits - 1u) / p.splits; // blocks of one stretch
-    if (group_splits * stretch >= blocks) return;
+    const uint stretch = (blocks - skipped + p.splits - 1u) / p.splits; // blocks of one stretch
+    if (skipped + group_splits * stretch >= blocks) return;
     const uint split = group_splits + octet % KV_OCTETS;
-    const uint first_block = split * stretch;
+    const uint first_block = skipped + split * stretch;
     const int end = int(min(positions, (first_block + stretch) * BLOCK_TOKENS));
     const uint table = STATE_BLOCK_TABLE + state[STATE_SEQUENCE + start] * state[STATE_TABLE_STRIDE];
 
     Rows rows;
-    int seen_by_all = int(positions);
+    int all_from = 0, all_seen = int(positions); // what every row of the octet sees
     const uint octet_row = first_row + octet / KV_OCTETS * ROWS;
     [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
         const uint row = min(octet_row + r, end_row - 1u); // a row that does not exist repeats the last
         const uint token = start + row / GROUP;
         rows.query[r] = p.q_offset + token * p.q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM;
-        rows.seen[r] = int(state[STATE_POSITION + token]) + 1;
-        seen_by_all = min(seen_by_all, rows.seen[r]);
+        const uint seen = state[STATE_POSITION + token] + 1u;
+        rows.from[r] = int(window_start(seen));
+        rows.seen[r] = int(seen);
+        all_from = max(all_from, rows.from[r]);
+        all_seen = min(all_seen, rows.seen[r]);
     }
 #ifdef EXCHANGE_SHARED
     share_queries(first_row, end_row, start, kv_head);
@@ -303,8 +331,8 @@ void attend(uint start, uint count) {
         [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
             new_highest[r] = highest[r];
             [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                const bool sees = mine + int(i) < min(rows.seen[r], end);
-                scores[r * 4u + i] = sees ? scores[r * 4u + i] * p.scale : LOWEST;
+                const bool sees = mine + int(i) >= rows.from[r] && mine + int(i) < min(rows.seen[r], end);
+                scores[r * 4u + i] = sees ? score(scores[r * 4u + i]) : LOWEST;
                 new_highest[r] = max(new_highest[r], scores[r * 4u + i]);
             }
         }
@@ -316,7 +344,7 @@ void attend(uint start, uint count) {
             [[unroll]] for (uint i = 0u; i < SUMS; ++i)
                 sums[r * SUMS + i] *= rescale;
             [[unroll]] for (uint i = 0u; i < 4u; ++i) {
-                const bool sees = mine + int(i) < min(rows.seen[r], end);
+                const bool sees = mine + int(i) >= rows.from[r] && mine + int(i) < min(rows.seen[r], end);
                 scores[r * 4u + i] = sees ? exp(scores[r * 4u + i] - highest[r]) : 0.0;
                 total[r] += scores[r * 4u + i];
             }
@@ -328,7 +356,7 @@ void attend(uint start, uint count) {
 #ifdef EXCHANGE_SHARED
         barrier(); // the barrier in the next octet_max comes before the next block's are written
 #endif
-        add_values(rows, scores, p.v_offset + words, first, seen_by_all, end, sums);
+        add_values(rows, scores, p.v_offset + words, first, int(visible_from), end, all_from, all_seen, sums);
     }
     octet_sum(total);
 

@@ -3,8 +3,8 @@
 //
 // One invocation a dim of a head of a token. Neighbours read and write neighbouring words; the two
 // numbers of each stretch are the same for a whole workgroup. Reads splits x (head_dim + 2) words a
-// head. The stretches in use follow from the token's position, as in attention.comp; the others are
-// never read.
+// head. The stretches in use follow from the token's position and window, as in attention.comp; the
+// others are never read.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #include "state.glsl"
@@ -19,13 +19,16 @@ layout(push_constant) uniform Push {
     uint head_dim;
     uint heads;
     uint splits;
+    uint window;
 } p;
 
 void main() {
     const uint column = gl_GlobalInvocationID.x, token = gl_WorkGroupID.y;
     if (token >= state[STATE_N_TOKENS] || column >= p.heads * p.head_dim) return;
     const uint head = column / p.head_dim, dim = column % p.head_dim;
-    const uint blocks = state[STATE_POSITION + token] / BLOCK_TOKENS + 1u;
+    const uint position = state[STATE_POSITION + token];
+    const uint window_start = position + 1u - min(position + 1u, p.window);
+    const uint blocks = position / BLOCK_TOKENS - window_start / BLOCK_TOKENS + 1u;
     const uint stretch = (blocks + p.splits - 1u) / p.splits;
     const uint used = (blocks + stretch - 1u) / stretch;
     const uint width = p.head_dim + 2u;

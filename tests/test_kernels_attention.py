@@ -26,23 +26,28 @@ def test_device_equals_oracle(runtime, case):
     assert case.run(runtime).problem == ""
 
 
-def dense_attention(q, keys, values, past):
-    """softmax(q kᵀ / √d) v with a causal mask, one head and one query at a time, in float64.
+def dense_attention(q, keys, values, past, window=None, softcap=0.0, scale=None):
+    """softmax(scale q kᵀ) v with a causal mask, one head and one query at a time, in float64.
 
+    A query at position i sees keys j with i - j < window.
     q [new, heads, d]; keys, values [past + new, kv_heads, d].
     """
     out = np.zeros(q.shape)
     for t in range(q.shape[0]):
         for h in range(q.shape[1]):
             g = h // (q.shape[1] // keys.shape[1])
-            scores = keys[: past + t + 1, g].astype(float) @ q[t, h].astype(float) / np.sqrt(q.shape[2])
+            sees = slice(max(0, past + t + 1 - (window or past + t + 1)), past + t + 1)
+            scores = keys[sees, g].astype(float) @ q[t, h].astype(float) * (scale or q.shape[2] ** -0.5)
+            if softcap:
+                scores = np.tanh(scores / softcap) * softcap
             p = np.exp(scores - scores.max())
-            out[t, h] = p @ values[: past + t + 1, g].astype(float) / p.sum()
+            out[t, h] = p @ values[sees, g].astype(float) / p.sum()
     return out
 
 
 def attend(
-    runtime, sequences, rows, heads, kv_heads, head_dim, kv_dtype="f16", *, profile=None, context=0, seed=0
+    runtime, sequences, rows, heads, kv_heads, head_dim, kv_dtype="f16", *, profile=None, context=0, seed=0,
+    **options,
 ):
     """(device's output, dense output), both [tokens, heads, head_dim], of random numbers."""
     bench = Bench(runtime, profile or runtime.profile)
@@ -65,14 +70,14 @@ def attend(
         steps = attention(
             bench.profile, kv_dtype, Ref(queries), width, Ref(out), width, cache.buffer, cache.k_offset,
             cache.v_offset, heads, kv_heads, head_dim, rows, context, batch.state_buffer(bench),
-            Ref(partials),
+            Ref(partials), **options,
         )  # fmt: skip
         got = bench.run(steps)["out"].view(np.float32)[: batch.tokens * width].reshape(q.shape)
     finally:
         bench.close()
     want, row = [], 0
     for (past, new), k, v in zip(sequences, keys, values):
-        want.append(dense_attention(q[row : row + new], k, v, past))
+        want.append(dense_attention(q[row : row + new], k, v, past, **options))
         row += new
     return got, np.concatenate(want)
 
@@ -139,6 +144,39 @@ def test_splits_cover_every_block_once(numpy_runtime):
         for past in range(0, 640, 31):
             got, want = attend(numpy_runtime, ((past, 1),), 1, 2, 1, 4, profile=profile, context=4096)
             np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+OPTIONS = (
+    {"window": 1}, {"window": 31}, {"window": 32}, {"window": 70, "softcap": 3.0},
+    {"window": 1000, "scale": 0.5}, {"softcap": 0.5, "scale": 2.0},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_window_soft_cap_and_scale(runtime, options):
+    """Prefill, decode, and decode split for a long context."""
+    for sequences, rows in ((((0, 40), (61, 7), (100, 1)), 64), (((140, 1), (0, 1), (95, 1)), 4)):
+        for context in (0, 4096):
+            got, want = attend(runtime, sequences, rows, 3, 1, 16, context=context, **options)
+            np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_oracle_with_window_soft_cap_and_scale(numpy_runtime, options):
+    for simd in (True, False):
+        profile = replace(NUMPY_PROFILE, simd=simd)
+        for sequences, rows in ((((0, 40), (61, 7), (100, 1)), 64), (((140, 1), (0, 1), (95, 1)), 4)):
+            got, want = attend(
+                numpy_runtime, sequences, rows, 3, 1, 8, profile=profile, context=4096, **options
+            )
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def test_a_soft_cap_holds_where_tanh_overflows(runtime):
+    """exp(2 x) is infinite from x = 45 on, and scores here go to hundreds."""
+    options = {"softcap": 1.0, "scale": 100.0}
+    got, want = attend(runtime, ((20, 5),), 8, 2, 1, 16, **options)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
 def test_one_chunk_equals_token_by_token(runtime):
@@ -212,9 +250,9 @@ def _steps(P, heads, kv_heads, head_dim, tokens):
 def test_shapes_that_the_kernel_cannot_do_are_refused(numpy_runtime):
     P, x = numpy_runtime.profile, numpy_runtime.allocate("x", 1, BufferKind.SCRATCH)
 
-    def build(kv_dtype="f16", k_offset=0, heads=4, kv_heads=2, head_dim=16):
+    def build(kv_dtype="f16", k_offset=0, heads=4, kv_heads=2, head_dim=16, **options):
         args = (Ref(x), 1, Ref(x), 1, x, k_offset, 0, heads, kv_heads, head_dim, 1, 64, x, Ref(x))
-        return attention(P, kv_dtype, *args)
+        return attention(P, kv_dtype, *args, **options)
 
     for arguments, message in (
         ({"heads": 5}, "5 query heads cannot share 2 KV heads"),
@@ -222,6 +260,8 @@ def test_shapes_that_the_kernel_cannot_do_are_refused(numpy_runtime):
         ({"head_dim": 15}, "head dim 15"),
         ({"kv_dtype": "q8"}, "kv dtype 'q8'"),
         ({"k_offset": 6}, "k offset 6"),
+        ({"window": 0}, "window of 0 positions"),
+        ({"softcap": -1.0}, "soft cap of -1.0"),
     ):
         with pytest.raises(UsageError, match=message):
             build(**arguments)

@@ -1,4 +1,5 @@
-"""Attention over the paged KV cache: exact, causal, grouped-query, for any ragged batch.
+"""Attention over the paged KV cache: exact, causal, grouped-query, for any ragged batch. A layer may
+have a sliding window, a soft cap on its logits, and a scale of its own.
 
 One kernel (shaders/attention.comp) in two geometries. Prefill: a workgroup takes a *query tile*,
 neighbouring tokens of one sequence, so that keys and values are read once for many query rows.
@@ -19,6 +20,7 @@ from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
 OCTET = 8  # lanes that share query rows
+ALL_POSITIONS = 0xFFFFFFFF  # a window that ends nowhere
 SPLIT_CONTEXT = 2048  # CPU devices: the second dispatch costs more than it brings for less context
 COMBINE_LOCAL_SIZE = 64
 
@@ -100,6 +102,11 @@ def partial_words(P: DeviceProfile, tokens: int, heads: int, head_dim: int, max_
     return tokens * heads * splits * (head_dim + 2) if splits > 1 else 0
 
 
+def _window_start(seen: np.ndarray, window: int) -> np.ndarray:
+    """First position that a query sees, ``seen`` being the one after its own."""
+    return np.maximum(seen - window, 0)
+
+
 def _weighted_sums(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     """weights [rows, positions] @ values [positions, dims], where weight 0 means "not seen": a value
     there does not count even if it is not finite."""
@@ -136,13 +143,19 @@ def _oracle(call: OracleCall, kv_dtype: str) -> None:
         )  # fmt: skip
         rows = p.q_offset + here[:, None] * p.q_stride + np.arange(heads * dim)
         queries = q[rows].reshape(len(here), p.kv_heads, group, dim).astype(np.float64)
-        visible = np.arange(len(k)) < seen[:, None]  # [tokens, positions]
-        blocks = -(-seen // st.BLOCK_TOKENS)
-        stretch = -(-blocks // p.splits) * st.BLOCK_TOKENS  # positions in one stretch, of each token
+        start = _window_start(seen, p.window)
+        at = np.arange(len(k))
+        visible = (at >= start[:, None]) & (at < seen[:, None])  # [tokens, positions]
+        skipped = start // st.BLOCK_TOKENS
+        blocks = -(-seen // st.BLOCK_TOKENS) - skipped
+        stretch = -(-blocks // p.splits)  # blocks in one stretch, of each token
+        parts = (at // st.BLOCK_TOKENS - skipped[:, None]) // stretch[:, None]  # [tokens, positions]
         for h in range(p.kv_heads):
             scores = queries[:, h] @ k[:, h].T.astype(np.float64) * p.scale  # [tokens, group, positions]
+            if s.capped:
+                scores = p.softcap * np.tanh(scores / p.softcap)
             for part in range(p.splits):
-                inside = visible & (np.arange(len(k)) // stretch[:, None] == part)
+                inside = visible & (parts == part)
                 some = np.flatnonzero(inside.any(axis=1))
                 if not some.size:
                     continue
@@ -174,19 +187,19 @@ def _oracle_f16(call: OracleCall) -> None:
 _ORACLES = {"f32": _oracle_f32, "f16": _oracle_f16}
 
 
-def kernel(kv_dtype: str, g: Geometry, head_dim: int, group: int) -> Kernel:
+def kernel(kv_dtype: str, g: Geometry, head_dim: int, group: int, capped: bool = False) -> Kernel:
     return Kernel(
         name=f"attention.{kv_dtype}.{g.exchange}",
         shader=f"attention.{kv_dtype}.{g.exchange}",
         bindings=("q", "cache", "cache4", "state", "target"),
         params=(
             "q_offset:u", "q_stride:u", "target_offset:u", "out_stride:u", "k_offset:u", "v_offset:u",
-            "kv_heads:u", "splits:u", "row_groups:u", "scale:f",
+            "kv_heads:u", "splits:u", "row_groups:u", "window:u", "scale:f", "softcap:f",
         ),
         spec=(
             ("local_size", g.local_size), ("head_dim", head_dim), ("group", group), ("rows", g.rows),
             ("row_octets", g.row_octets), ("kv_octets", g.kv_octets), ("per_token", int(g.per_token)),
-            ("partial", int(g.splits > 1)),
+            ("partial", int(g.splits > 1)), ("capped", int(capped)),
         ),
         oracle=_ORACLES[kv_dtype],
     )  # fmt: skip
@@ -199,7 +212,9 @@ def _combine_oracle(call: OracleCall) -> None:
     partials = call.f32("partials")[p.partials_offset :][: np.prod(shape)].reshape(shape).astype(np.float64)
     target = call.f32("target")
     for t in range(tokens):
-        blocks = int(state[st.POSITION + t]) // st.BLOCK_TOKENS + 1
+        position = state[st.POSITION + t].astype(np.int64)
+        skipped = _window_start(position + 1, p.window) // st.BLOCK_TOKENS
+        blocks = int(position // st.BLOCK_TOKENS + 1 - skipped)
         used = -(-blocks // -(-blocks // p.splits))
         mine = partials[t, :, :used]
         highest = mine[..., -2]
@@ -213,7 +228,15 @@ COMBINE = Kernel(
     name="attention_combine",
     shader="attention_combine",
     bindings=("partials", "state", "target"),
-    params=("partials_offset:u", "target_offset:u", "out_stride:u", "head_dim:u", "heads:u", "splits:u"),
+    params=(
+        "partials_offset:u",
+        "target_offset:u",
+        "out_stride:u",
+        "head_dim:u",
+        "heads:u",
+        "splits:u",
+        "window:u",
+    ),
     spec=(("local_size", COMBINE_LOCAL_SIZE),),
     oracle=_combine_oracle,
 )
@@ -236,9 +259,19 @@ def attention(
     max_context: int,
     state: Buffer,
     partials: Ref,
+    *,
+    window: int | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
 ) -> list[Step]:
-    """``out[t, h] = softmax(q[t, h] · K / sqrt(head_dim)) V`` over positions ``0 … position[t]`` of the
-    token's own sequence, for the rows in use of a batch of at most ``tokens``.
+    """``out[t, h] = softmax(cap(scale q[t, h] · K)) V`` over positions ``0 … position[t]`` of the token's
+    own sequence, for the rows in use of a batch of at most ``tokens``.
+
+    ``window``: only the last so many of those positions are seen, the token's own included
+    (``sliding_window`` of transformers' Mistral, Gemma and others), and only their blocks are visited;
+    None: all.
+    ``softcap``: ``cap(x) = softcap tanh(x / softcap)`` (``attn_logit_softcapping`` of Gemma 2); 0: none.
+    ``scale``: None means ``1 / sqrt(head_dim)``.
 
     ``q`` and ``out`` are [tokens][heads * head_dim] with their strides; ``cache`` as in
     :mod:`xinfer_vk.kernels.kv`. Batches too large for :func:`per_token` need the state's query tiles, of at
@@ -249,7 +282,16 @@ def attention(
         raise UsageError(f"{heads} query heads cannot share {kv_heads} KV heads: they must divide evenly")
     kv.vector_words(kv_dtype, head_dim)
     kv.check_region(k_offset, v_offset)
+    if window is not None and not 1 <= window < ALL_POSITIONS:
+        raise UsageError(f"an attention window of {window} positions is not possible: it must be at least 1")
+    if not 0.0 <= softcap < np.inf:
+        raise UsageError(
+            f"an attention soft cap of {softcap} is not possible: it must be positive, or 0 for none"
+        )
+    if window is not None:  # a plan never visits more blocks than a window can touch
+        max_context = min(max_context, window + st.BLOCK_TOKENS)
     g = geometry(P, kv_dtype, heads, kv_heads, head_dim, tokens, max_context)
+    reach = ALL_POSITIONS if window is None else window
     group = heads // kv_heads
     tile = 1 if g.per_token else query_tile(P, head_dim)
     row_groups = ceil_div(tile * group, g.rows * g.row_octets)
@@ -261,12 +303,13 @@ def attention(
         items = min(tokens, max(16, (1 if P.simd else 4) * ceil_div(tokens, tile)))
     steps = [
         make_step(
-            kernel(kv_dtype, g, head_dim, group),
+            kernel(kv_dtype, g, head_dim, group, capped=softcap > 0.0),
             {"q": q.buffer, "cache": cache, "cache4": cache, "state": state, "target": target.buffer},
             {
                 "q_offset": q.offset, "q_stride": q_stride, "target_offset": target.offset,
                 "out_stride": out_stride, "k_offset": k_offset, "v_offset": v_offset, "kv_heads": kv_heads,
-                "splits": g.splits, "row_groups": row_groups, "scale": float(head_dim**-0.5),
+                "splits": g.splits, "row_groups": row_groups, "window": reach,
+                "scale": float(head_dim**-0.5 if scale is None else scale), "softcap": softcap,
             },
             (items, kv_heads, row_groups * ceil_div(g.splits, g.kv_octets)),
             "attention",
@@ -279,7 +322,7 @@ def attention(
                 {"partials": partials.buffer, "state": state, "target": out.buffer},
                 {
                     "partials_offset": partials.offset, "target_offset": out.offset, "out_stride": out_stride,
-                    "head_dim": head_dim, "heads": heads, "splits": g.splits,
+                    "head_dim": head_dim, "heads": heads, "splits": g.splits, "window": reach,
                 },
                 (ceil_div(heads * head_dim, COMBINE_LOCAL_SIZE), tokens),
                 "attention combine",

@@ -183,13 +183,24 @@ class Graph:
             where.v_offset, c.kv_heads, c.head_dim, self.tokens, self.state,
         )  # fmt: skip
 
-    def attention(self, layer: int, q: Rows, out: Rows) -> None:
-        """``out = softmax(q Kᵀ / √d) V`` over each token's own sequence up to its position."""
+    def attention(
+        self,
+        layer: int,
+        q: Rows,
+        out: Rows,
+        *,
+        window: int | None = None,
+        softcap: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
+        """``out = softmax(scale q Kᵀ) V`` over each token's own sequence up to its position, with
+        ``scale = 1 / √d`` unless another is given; ``window`` and ``softcap`` as in
+        :func:`xinfer_vk.kernels.attention.attention`."""
         c, where = self.config, self.cache.layers[layer]
         self.steps += attention(
             self.profile, self.cache.kv_dtype, q.ref, q.stride, out.ref, out.stride, where.buffer,
             where.k_offset, where.v_offset, c.heads, c.kv_heads, c.head_dim, self.tokens,
-            self.cache.capacity, self.state, self.act.partials,
+            self.cache.capacity, self.state, self.act.partials, window=window, softcap=softcap, scale=scale,
         )  # fmt: skip
 
     def head(self, weights: Matrix) -> None:

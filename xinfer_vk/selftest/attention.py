@@ -34,10 +34,14 @@ def _attention(
     query_scale: float = 1.0,
     rising: bool = False,
     nan_at_last: bool = False,
+    window: int | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
 ) -> Build:
     """``max_context``: of the plan, more than what the sequences need. ``rising``: later keys fit the
     queries better, so the running maximum moves in every block. ``nan_at_last``: the last token of each
-    sequence has NaN keys and values, which only its own row may see."""
+    sequence has NaN keys and values, which only its own row may see. ``window``, ``softcap``, ``scale``: as
+    in :func:`attention`; what has left the window of a sequence's first new token is NaN."""
 
     def build(bench: Bench) -> list[Step]:
         P = bench.profile
@@ -52,6 +56,10 @@ def _attention(
         if nan_at_last:
             for some in (*keys, *values):
                 some[-1] = np.nan
+        if window is not None:
+            for some in (keys, values):
+                for (past, _), x in zip(sequences, some):
+                    x[: max(past + 1 - window, 0)] = np.nan
         q_stride, out_stride = heads * head_dim + 9, heads * head_dim + 2
         queries = rng.standard_normal((batch.tokens, heads * head_dim)) * query_scale
         if rising:
@@ -68,7 +76,7 @@ def _attention(
         return attention(
             P, kv_dtype, Ref(q, 5), q_stride, Ref(out, 3), out_stride, cache.buffer, cache.k_offset,
             cache.v_offset, heads, kv_heads, head_dim, rows, context, batch.state_buffer(bench),
-            Ref(partials, 4),
+            Ref(partials, 4), window=window, softcap=softcap, scale=scale,
         )  # fmt: skip
 
     return build
@@ -127,6 +135,23 @@ def _cases() -> list[Case]:
         name = f"{what}, NaN in the last token of each sequence, f16"
         views = {"partials": "any"}  # max(x, NaN) is x or NaN, by device; what is joined is NaN either way
         cases += kernel_cases("attention", name, build, ATTENTION, classes=EVERY_CLASS, views=views)
+    # Windows that begin in the first block and later, at its edges and inside, for chunks longer than the
+    # window and tokens that stand before its end; a soft cap that matters, and a scale of its own.
+    windows: tuple[tuple[int, float, float | None, str, int, int, int, Sequences, int], ...] = (
+        (1, 0.0, None, "f32", 3, 1, 64, PREFILL, 48), (33, 0.0, None, "f16", 3, 1, 64, PREFILL, 48),
+        (40, 50.0, 0.1, "f16", 4, 1, 256, ((0, 33), (70, 40), (100, 1)), 128),
+        (32, 2.0, 0.2, "f16", 3, 1, 64, DECODE, 8), (100, 0.0, None, "f32", 3, 1, 80, DECODE, 8),
+        (2049, 0.0, None, "f16", 3, 1, 64, ((2100, 1), (0, 1), (2900, 1)), 4),
+    )  # fmt: skip
+    for window, softcap, scale, kv_dtype, heads, kv_heads, head_dim, sequences, rows in windows:
+        build = _attention(
+            kv_dtype, heads, kv_heads, head_dim, sequences, rows, max_context=4096 if window > 2048 else 0,
+            window=window, softcap=softcap, scale=scale,
+        )  # fmt: skip
+        shape = f"{kv_dtype}, {heads}/{kv_heads} heads of {head_dim}, {rows} rows"
+        name = f"window of {window}, soft cap {softcap:g}, {shape}"
+        classes = ("", "as on a GPU") if head_dim == 64 else ("",)
+        cases += kernel_cases("attention", name, build, ATTENTION, classes=classes, quick=window in (32, 33))
     return cases
 
 
