@@ -41,7 +41,8 @@ def _attention(
     """``max_context``: of the plan, more than what the sequences need. ``rising``: later keys fit the
     queries better, so the running maximum moves in every block. ``nan_at_last``: the last token of each
     sequence has NaN keys and values, which only its own row may see. ``window``, ``softcap``, ``scale``: as
-    in :func:`attention`; what has left the window of a sequence's first new token is NaN."""
+    in :func:`attention`; what has left the window of a sequence's first new token is NaN, and of two tokens
+    or more what has left the second's."""
 
     def build(bench: Bench) -> list[Step]:
         P = bench.profile
@@ -57,9 +58,9 @@ def _attention(
             for some in (*keys, *values):
                 some[-1] = np.nan
         if window is not None:
-            for some in (keys, values):
-                for (past, _), x in zip(sequences, some):
-                    x[: max(past + 1 - window, 0)] = np.nan
+            for i, (past, new) in enumerate(sequences):
+                expired = max(past + 1 - window + (new > 1), 0)
+                keys[i][:expired] = values[i][:expired] = np.nan
         q_stride, out_stride = heads * head_dim + 9, heads * head_dim + 2
         queries = rng.standard_normal((batch.tokens, heads * head_dim)) * query_scale
         if rising:
@@ -150,8 +151,9 @@ def _cases() -> list[Case]:
         )  # fmt: skip
         shape = f"{kv_dtype}, {heads}/{kv_heads} heads of {head_dim}, {rows} rows"
         name = f"window of {window}, soft cap {softcap:g}, {shape}"
-        classes = ("", "as on a GPU") if head_dim == 64 else ("",)
-        cases += kernel_cases("attention", name, build, ATTENTION, classes=classes, quick=window in (32, 33))
+        also = ("as on a GPU",) if head_dim == 64 else ()
+        quick = window in (32, 33)
+        cases += kernel_cases("attention", name, build, ATTENTION, classes=("", *also), quick=quick)
     return cases
 
 
