@@ -59,6 +59,7 @@ def command(
     max_new_tokens: int,
     device: str | None,
     kv_dtype: str,
+    quantize: str | None,
     context: int | None,
     on_full: str,
     ignore_eos: bool,
@@ -85,7 +86,13 @@ def command(
         from xinfer_vk.engine.llm import LLM
 
         with LLM(
-            model, device=device, kv_dtype=kv_dtype, context=context, sampler=sampler, progress=progress  # type: ignore[arg-type]
+            model,
+            device=device,
+            kv_dtype=kv_dtype,
+            quantize=quantize,
+            context=context,
+            sampler=sampler,  # type: ignore[arg-type]
+            progress=progress,
         ) as llm:  # fmt: skip
             params = params_from_options(options, llm.generation_config, **fields)
             session = llm.chat(system=system, params=params, on_full=on_full)  # type: ignore[arg-type]

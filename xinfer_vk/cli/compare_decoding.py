@@ -73,6 +73,7 @@ def command(
     seed: int,
     device: str | None,
     kv_dtype: str,
+    quantize: str | None,
     plot: str | None,
     as_json: bool,
     quiet: bool,
@@ -97,7 +98,7 @@ def command(
         from xinfer_vk.engine.compare import METHODS, compare_decoding, kept_at_each_step
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(model, device=device, kv_dtype=kv_dtype, progress=progress) as llm:
+        with LLM(model, device=device, kv_dtype=kv_dtype, quantize=quantize, progress=progress) as llm:
             if not quiet:
                 for notice in llm.notices:
                     click.echo(notice, err=True)

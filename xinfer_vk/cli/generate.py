@@ -117,6 +117,7 @@ def command(
     samples: int,
     device: str | None,
     kv_dtype: str,
+    quantize: str | None,
     context: int | None,
     ignore_eos: bool,
     logprobs: int | None,
@@ -151,7 +152,13 @@ def command(
         from xinfer_vk.engine.llm import LLM
 
         with LLM(
-            model, device=device, kv_dtype=kv_dtype, context=context, sampler=sampler, progress=progress  # type: ignore[arg-type]
+            model,
+            device=device,
+            kv_dtype=kv_dtype,
+            quantize=quantize,
+            context=context,
+            sampler=sampler,  # type: ignore[arg-type]
+            progress=progress,
         ) as llm:  # fmt: skip
             for notice in llm.notices:
                 show.tell(notice)

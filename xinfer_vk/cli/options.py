@@ -22,6 +22,9 @@ SAMPLING = (
     "frequency_penalty", "penalty_window", "seed", "stop", "stop_token_id", "min_new_tokens", "bad_word",
 )  # fmt: skip
 
+# Those of weights/quantize/choice.py, which takes long to import.
+QUANTIZE_TYPES = ("q8_0", "q6_k", "q4_k", "q4_1", "q4_0")
+
 MODEL_OPTIONS = [
     click.option(
         "--model",
@@ -37,6 +40,11 @@ MODEL_OPTIONS = [
         default="f16",
         show_default=True,
         help="Number format of the KV cache.",
+    ),
+    click.option(
+        "--quantize",
+        type=click.Choice(QUANTIZE_TYPES),
+        help="Turn a model in f16, bf16 or f32 into this format while it loads.",
     ),
 ]
 
@@ -69,7 +77,7 @@ OPTIONS = [
 
 
 def model_options(command: F) -> F:
-    """Adds --model, --device and --kv-dtype."""
+    """Adds --model, --device, --kv-dtype and --quantize."""
     for option in reversed(MODEL_OPTIONS):
         command = option(command)
     return command

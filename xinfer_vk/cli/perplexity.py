@@ -71,6 +71,7 @@ def command(
     max_tokens: int | None,
     device: str | None,
     kv_dtype: str,
+    quantize: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -92,7 +93,7 @@ def command(
     with ProgressBar(enabled=False if quiet else None) as progress:
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(model, device=device, kv_dtype=kv_dtype, progress=progress) as llm:
+        with LLM(model, device=device, kv_dtype=kv_dtype, quantize=quantize, progress=progress) as llm:
             if not quiet:
                 for notice in llm.notices:
                     click.echo(notice, err=True)

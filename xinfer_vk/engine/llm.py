@@ -31,6 +31,8 @@ from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
 from xinfer_vk.vulkan.runtime import open_runtime
 from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.hub import resolve_model
+from xinfer_vk.weights.quantize.choice import check_type
+from xinfer_vk.weights.quantize.loading import quantized, stored_bytes
 from xinfer_vk.weights.source import ModelSource, open_model
 
 if TYPE_CHECKING:
@@ -50,10 +52,12 @@ class LLM:
 
     ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
     pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
-    ``kv_dtype``: "f16" or "f32". ``context``: tokens the KV cache holds; None sizes it by what each
-    call needs. ``prefill_chunk``: prompt tokens a step takes at most. ``sampler``: "device", or "cpu"
-    for the NumPy reference. ``progress`` is called with (stage, done, total) during long work. A context
-    manager; :meth:`close` gives the device back. Several threads may use it: their steps take turns.
+    ``kv_dtype``: "f16" or "f32". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0" turns the matrices
+    of a model in f16, bf16 or f32 into that format while it loads. ``context``: tokens the KV cache holds;
+    None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
+    ``sampler``: "device", or "cpu" for the NumPy reference. ``progress`` is called with (stage, done,
+    total) during long work. A context manager; :meth:`close` gives the device back. Several threads may
+    use it: their steps take turns.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -65,6 +69,7 @@ class LLM:
         *,
         device: str | None = None,
         kv_dtype: str = "f16",
+        quantize: str | None = None,
         context: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         sampler: Sampler = "device",
@@ -76,6 +81,8 @@ class LLM:
                 raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
         if sampler not in ("device", "cpu"):
             raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
+        if quantize is not None:
+            check_type(quantize)
         self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
         self.sampler: Sampler = sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
@@ -88,6 +95,9 @@ class LLM:
                     f"context {context} is more than the {self.config.max_position} tokens that {self.name} "
                     "was made for: use less"
                 )
+            self._quantize_notes: tuple[str, ...] = ()
+            if quantize is not None:
+                source, self._quantize_notes = quantized(source, quantize)
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
             self.instruct = is_instruct(source)
@@ -99,7 +109,8 @@ class LLM:
                 planner = WeightPlanner(source, self.runtime.profile)
                 self.weights = family(self.config.architecture).load(planner, self.config)
                 self.weight_bytes = planner.total_bytes
-                planner.upload(self.runtime, self._stage("loading weights"))
+                stage = "loading weights" if quantize is None else f"quantizing to {quantize}"
+                planner.upload(self.runtime, self._stage(stage))
             except BaseException:
                 self.runtime.close()
                 raise
@@ -109,8 +120,8 @@ class LLM:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the device, a line each."""
-        return self.runtime.notices
+        """What the user should know of the device and of the weights, a line each."""
+        return (*self.runtime.notices, *self._quantize_notes)
 
     @property
     def capacity(self) -> int:
@@ -497,7 +508,7 @@ def main_format(source: ModelSource) -> str:
     """The number format most of the weights' bytes are in."""
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
-        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.data.nbytes
+        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + stored_bytes(tensor)
     return max(sizes, key=lambda fmt: sizes[fmt])
 
 

@@ -291,7 +291,7 @@ def release_rows(tensors: Sequence[TensorInfo], interleaved: bool, first: int, c
         used = list(_overlaps(tensors, first, count))
     for tensor, start, stop in used:
         if not tensor.permuted:  # those rows were read out of order; they go with the whole tensor
-            tensor.release(start * tensor.row_bytes, stop * tensor.row_bytes)
+            tensor.release_rows(start, stop)
 
 
 def _lanes(tensors: int, first: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -311,10 +311,7 @@ def _overlaps(tensors: Sequence[TensorInfo], first: int, count: int) -> Iterator
 
 
 def _ordered_rows(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
-    rows = tensor.rows()
-    if not tensor.permuted:
-        return rows[start:stop]
-    return rows[_permuted_index(tensor, start, stop)]
+    return tensor.read_rows(_permuted_index(tensor, start, stop) if tensor.permuted else slice(start, stop))
 
 
 def _permuted_index(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:

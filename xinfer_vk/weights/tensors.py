@@ -51,6 +51,10 @@ class TensorInfo:
         """``data`` as ``uint8 [rows, row_bytes]``."""
         return self.data.reshape(-1, self.row_bytes)
 
+    def read_rows(self, which: slice | np.ndarray) -> np.ndarray:
+        """Some rows by number, in format ``fmt``: ``uint8 [n, row_bytes]``."""
+        return self.rows()[which]
+
     def prefetch(self) -> None:
         if self.file is not None:
             self.file.prefetch(self.start, self.start + self.data.size)
@@ -60,6 +64,10 @@ class TensorInfo:
         if self.file is not None:
             stop = self.data.size if stop is None else stop
             self.file.release(self.start + start, self.start + stop)
+
+    def release_rows(self, start: int, stop: int) -> None:
+        """Give back the pages under rows ``start..stop``."""
+        self.release(start * self.row_bytes, stop * self.row_bytes)
 
 
 def element_count(shape: Sequence[int]) -> int:
