@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "Chat with a model in the terminal.",
     "perplexity": "Tell how well a model predicts a text.",
     "compare-decoding": "Show side by side what ways of choosing tokens make of a prompt.",
+    "bench": "Measure how fast a model prefills and decodes, and how near the device's limits.",
     "devices": "List the Vulkan devices and what they can do.",
     "pull": "Download a model.",
     "selftest": "Check every kernel on a device against its NumPy reference.",

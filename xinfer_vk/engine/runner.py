@@ -22,7 +22,7 @@ from xinfer_vk.models.config import ModelConfig, rope_inv_freq
 from xinfer_vk.models.decoder import DecoderWeights
 from xinfer_vk.models.graph import Activations, Graph
 from xinfer_vk.models.registry import family
-from xinfer_vk.plan import Buffer, BufferKind, Recorded, Runtime
+from xinfer_vk.plan import Buffer, BufferKind, Plan, Recorded, Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES, NAN_TOKEN, DeviceSampler, SamplerVariant, check_tokens
 from xinfer_vk.sampling.logprobs import TokenLogprobs
 
@@ -71,10 +71,10 @@ class ModelRunner:
         self.max_tokens = min(max(chunk, bucket(cache.max_sequences)), state_layout.MAX_TOKENS)
         self.max_outputs = min(bucket(max_outputs), max(self.max_tokens, bucket(cache.max_sequences)))
         self.steps_run = 0
-        self.last_dispatches = 0  # of the step run last
+        self.last_plan: Plan | None = None  # of the step run last
         self.bytes_read = 0
         self.compile_s = 0.0  # spent on making pipelines and recording plans
-        self._plans: dict[tuple[int, int, Head], tuple[Recorded, int]] = {}
+        self._plans: dict[tuple[int, int, Head], tuple[Recorded, Plan]] = {}
         self._table_stride = cache.blocks_per_sequence
         words = state_layout.state_words(cache.max_sequences, self._table_stride)
         self._host_state = np.zeros(words, np.uint32)
@@ -120,12 +120,17 @@ class ModelRunner:
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        recorded, self.last_dispatches = self._plan(bucket(total), bucket(rows), head)
+        recorded, self.last_plan = self._plan(bucket(total), bucket(rows), head)
         recorded.run()
         for chunk in chunks:
             chunk.sequence.length += len(chunk.token_ids)
         self.steps_run += 1
         return self._finish(chunks, rows, head)
+
+    @property
+    def last_dispatches(self) -> int:
+        """Of the step run last."""
+        return len(self.last_plan.steps) if self.last_plan else 0
 
     def read_logprobs(self, row: int) -> TokenLogprobs:
         """Log-probabilities of the token that the last run chose (or had as its target) in ``row``, for
@@ -183,7 +188,7 @@ class ModelRunner:
 
     # -- run ----------------------------------------------------------------------------------
 
-    def _plan(self, tokens: int, outputs: int, head: Head) -> tuple[Recorded, int]:
+    def _plan(self, tokens: int, outputs: int, head: Head) -> tuple[Recorded, Plan]:
         key = (tokens, outputs, head)
         if key not in self._plans:
             began = time.perf_counter()
@@ -201,7 +206,7 @@ class ModelRunner:
             if outputs:
                 self._add_head(graph, outputs, head)
             plan = graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
-            self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), len(plan.steps))
+            self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), plan)
             self.compile_s += time.perf_counter() - began
         return self._plans[key]
 

@@ -1,0 +1,201 @@
+"""``xinfer-vk bench``: synthetic models, what a test runs, costs, and the records."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+from cli_helpers import assert_one_error, xinfer
+
+from xinfer_vk.cli.app import run
+from xinfer_vk.cli.bench_report import as_csv, as_markdown
+from xinfer_vk.engine.bench import Bench, Workload, load_subject, measure_peak
+from xinfer_vk.engine.costs import Batch, plan_cost
+from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.layout import BLOCK_LAYOUTS, FORMATS, matrix_words
+from xinfer_vk.kernels.peak import COPY_LOCAL_SIZE, peak_copy, peak_fma
+from xinfer_vk.kernels.synthetic import PATTERNS, fill_weights
+from xinfer_vk.kernels.unpack import unpack
+from xinfer_vk.models import shapes
+from xinfer_vk.plan import BufferKind, Plan
+from xinfer_vk.reference import NumpyRuntime
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 96, "intermediate_size": 160,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 301, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+
+
+def run_steps(rt, words, *make):
+    buffer = rt.allocate("target", words, BufferKind.SCRATCH)
+    rt.prepare(Plan("test", tuple(step(buffer) for step in make))).run()
+    out = rt.read(buffer, 0, words)
+    rt.free(buffer)
+    return out
+
+
+# -- random weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", PATTERNS)
+def test_random_weights_are_those_of_the_oracle_and_of_a_trained_models_size(runtime, fmt):
+    rows, cols = 13, 3 * 256
+    words = matrix_words(fmt, rows, cols)
+    got, want = (
+        run_steps(rt, words + 9, lambda b: fill_weights(Ref(b, 4), fmt, rows, cols, seed=5))
+        for rt in (runtime, NumpyRuntime())
+    )
+    assert np.array_equal(got, want)
+    assert not got[:4].any() and not got[4 + words :].any()
+    weights = unpack(fmt, got[4:], rows, cols)
+    assert np.isfinite(weights).all() and 0.015 < weights.std() < 0.03
+    assert abs(weights.mean()) < 0.005 and len(np.unique(weights)) >= (4 if fmt == "q2_k" else 8)
+
+
+def test_there_are_random_weights_in_every_format_of_ggml():
+    assert {"f32", "f16", "bf16", *BLOCK_LAYOUTS} & set(FORMATS) <= set(PATTERNS)
+
+
+def test_every_shape_is_a_model_that_we_run():
+    for name in shapes.SHAPES:
+        config, _ = shapes.shape_config(name)
+        assert config.layers and config.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("shape", "fmt", "billions"),
+    [("qwen2.5-0.5b", "f16", 0.494), ("llama-3.1-8b", "f16", 8.03), ("smollm2-135m", "f32", 0.1345)],
+)
+def test_a_synthetic_model_has_as_many_weights_as_the_real_one(shape, fmt, billions):
+    from xinfer_vk.models.registry import family
+    from xinfer_vk.weights.synthetic import SyntheticPlanner, open_synthetic
+
+    source, _ = open_synthetic(f"{shape}:{fmt}")
+    planner = SyntheticPlanner(source, NumpyRuntime().profile, fmt)
+    family(source.config.architecture).load(planner, source.config)
+    assert planner.total_bytes / (4 if fmt == "f32" else 2) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+# -- the yardsticks -------------------------------------------------------------------------------
+
+
+def test_the_yardsticks_compute_what_their_oracles_do(runtime):
+    words = 4 * COPY_LOCAL_SIZE * 2 + 4
+    data = np.random.default_rng(0).integers(0, 1 << 32, words, np.uint32)
+    source = runtime.allocate("source", words, BufferKind.SCRATCH)
+    runtime.write(source, 0, data)
+    got = run_steps(runtime, words + 4, lambda b: peak_copy(runtime.profile, source, b, words))
+    runtime.free(source)
+    assert np.array_equal(got[:words], data) and not got[words:].any()
+
+    got, want = (
+        run_steps(rt, 512, lambda b: peak_fma(b, 2, rounds=3)).view(np.float32)
+        for rt in (runtime, NumpyRuntime())
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6)  # a sum of 32 numbers near 2, in any order
+
+
+def test_a_devices_limits_are_positive(runtime, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.engine.bench.COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("xinfer_vk.engine.bench.PEAK_S", 0.001)
+    peak = measure_peak(runtime)
+    assert peak.copy_bytes_per_s > 0 and peak.flops_per_s > 0
+
+
+# -- what is measured -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "q4_k"])  # q4_k: no row here is a multiple of 256, so q5_0
+def test_a_bench_runs_what_a_test_says(runtime, tiny, fmt):
+    subject = load_subject(runtime, f"tiny:{fmt}", synthetic=True)
+    tests = [Workload("pp", 40, 3, 2), Workload("tg", 4, 33, 3), Workload("pp", 5)]
+    bench = Bench(subject, tests, "f16")
+    try:
+        pp, tg, short = (bench.measure(test, repeats=2) for test in tests)
+        assert len(bench.runner.cache._rows) == 3  # every sequence was given back
+    finally:
+        bench.free()
+        subject.free()
+    assert (pp.tokens, tg.tokens, short.tokens) == (80, 12, 5)
+    assert (len(pp.run_s), len(pp.step_s), pp.steps) == (2, 2, 2)  # 64 tokens, then 16
+    assert (len(tg.run_s), len(tg.step_s), tg.steps) == (2, 8, 4)
+    assert tg.bytes_read == 4 * 12 and pp.bytes_read == 8
+    assert tg.dispatches > 4 * 20 and tg.submits == 4
+    # all weights but the embedding, of which a row is looked up
+    norms = 5 * 96 * 4
+    table = matrix_words("bf16" if fmt == "bf16" else "q5_0", 301, 96) * 4
+    read = subject.weight_bytes - table - norms
+    assert tg.cost.weight_bytes == pytest.approx(4 * read, rel=0.02)  # 256-byte alignment
+    assert tg.cost.kv_bytes == 2 * 2 * 2 * 16 * 2 * 3 * (34 + 35 + 36 + 37)
+
+
+def test_costs_are_those_of_the_textbook(tiny):
+    rt = NumpyRuntime()
+    subject = load_subject(rt, "tiny:f32", synthetic=True)
+    bench = Bench(subject, [Workload("pp", 7)], "f16")
+    bench.measure(Workload("pp", 7), repeats=1, warm_up=0)
+    cost = plan_cost(bench.runner.last_plan, Batch(7, 1, [(7, 7)]))
+    layer = 96 * (96 + 2 * 32) + 96 * 96 + 3 * 96 * 160
+    attention = sum(4 * 6 * 16 * seen for seen in range(1, 8))
+    assert cost.flops == 2 * 7 * 2 * layer + 2 * 301 * 96 + 2 * attention
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+SHORT = ("-p", "2", "-n", "1", "-r", "1", "--warm-up", "0", "--device", "numpy")
+
+
+def bench(capsys, *arguments):
+    """Run the command in this process: its exit code, standard output and standard error."""
+    code = run(["bench", *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_rows_carry_what_makes_them_comparable(capsys, tiny):
+    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "-q")
+    assert code == 0
+    rows = json.loads(out)
+    assert [r["test"] for r in rows] == ["pp2", "tg1"]
+    for name in (
+        "version", "commit", "model", "format", "kv_dtype", "device", "driver", "subgroup_size", "layer",
+        "features", "warm_up", "synchronised", "prompt_tokens", "new_tokens", "batch", "depth", "tok_per_s",
+        "run_s", "bandwidth_share", "flops_share", "dispatches_per_step", "barriers_per_step",
+        "bytes_read_per_token", "weight_bytes", "kv_bytes", "peak_device_bytes", "peak_host_bytes",
+    ):  # fmt: skip
+        assert all(name in r for r in rows), name
+    assert rows[0]["ttft_s"] > 0 and rows[1]["tpot_s"] > 0
+    table = as_markdown(rows)
+    assert "| tiny:q8_0 | f16 | pp2 " in table and "layer off" in table
+    again = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert [r["test"] for r in again] == ["pp2", "tg1"] and float(again[0]["tok_per_s"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-s", "qwen2.5-0.5b"], ["SHAPE:FORMAT", "q4_0"]),
+        (["-s", "gpt-9:q4_0"], ["gpt-9", "qwen2.5-0.5b"]),
+        (["-s", "smollm2-135m:f16", "-p", "9000"], ["8192", "-p"]),
+        (["-p", "0", "-n", "0"], ["-p", "-n"]),
+        (["-b", "0"], ["-b 0"]),
+        (["-s", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
+    ],
+)
+def test_mistakes_are_told_in_a_line(arguments, words):
+    assert_one_error(xinfer("bench", "--device", "numpy", *arguments), 2, *words)
+
+
+def test_a_model_that_fails_does_not_take_the_others_along(capsys, tiny):
+    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
+    assert code == 1 and "error: /nowhere.gguf" in err
+    assert [json.loads(line)["test"] for line in out.splitlines()] == ["pp2", "tg1"]

@@ -1,0 +1,249 @@
+"""What ``bench`` prints: records with everything that makes two figures comparable, as a table or as data."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.engine.metrics import format_bytes, format_rate, peak_host_bytes
+
+if TYPE_CHECKING:
+    from xinfer_vk.cli.progress import ProgressBar
+    from xinfer_vk.engine.bench import Measurement, Peak, Subject
+    from xinfer_vk.plan import Runtime
+
+FORMATS = ("md", "json", "jsonl", "csv")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the source tree that runs, with "+" if it has changes; None for an installed package."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+@cache
+def processor() -> str:
+    """The CPU's name, as Linux tells it, and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    import os
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def environment(runtime: Runtime) -> dict[str, Any]:
+    """What runs the kernels, and on what."""
+    import numpy as np
+
+    from xinfer_vk import __version__
+
+    info = getattr(runtime, "info", None)
+    return {
+        "version": __version__,
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": runtime.profile.name,
+        "device_type": info.type if info else "cpu",
+        "driver": runtime.driver,
+        "api_version": ".".join(map(str, info.api_version)) if info else None,
+        "subgroup_size": runtime.profile.subgroup_size,
+        "layer": getattr(runtime, "layer_active", False),
+        "unified_memory": runtime.profile.unified_memory,
+        "features": sorted(runtime.profile.features),
+        "cpu": processor(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def as_record(
+    subject: Subject, kv_dtype: str, m: Measurement, peak: Peak, repeats: int, warm_up: int
+) -> dict[str, Any]:
+    """One row. Times in seconds, rates of a second; a repetition's cost over the median's time."""
+    counters: dict[str, int] = getattr(subject.runtime, "counters", dict)()
+    steps = m.steps if m.test.kind == "tg" else 1
+    decode = m.test.kind == "tg"
+    bytes_per_s, flops_per_s = m.cost.bytes / m.median_s, m.cost.flops / m.median_s
+    return {
+        **environment(subject.runtime),
+        "model": subject.name,
+        "synthetic": subject.synthetic,
+        "format": subject.fmt,
+        "architecture": subject.config.architecture,
+        "kv_dtype": kv_dtype,
+        "test": str(m.test),
+        "kind": m.test.kind,
+        "prompt_tokens": 0 if decode else m.test.tokens,
+        "new_tokens": m.test.tokens if decode else 0,
+        "depth": m.test.depth,
+        "batch": m.test.batch,
+        "repeats": repeats,
+        "warm_up": warm_up,
+        "load_included": False,
+        "synchronised": "every step",
+        "tok_per_s": statistics.median(m.rates),
+        "tok_per_s_min": min(m.rates),
+        "tok_per_s_max": max(m.rates),
+        "run_s": list(m.run_s),
+        "ttft_s": None if decode else m.median_s,
+        "tpot_s": statistics.median(m.step_s) if decode else None,
+        "tpot_p99_s": _percentile(m.step_s, 99) if decode else None,
+        "bytes_per_s": bytes_per_s,
+        "copy_bytes_per_s": peak.copy_bytes_per_s,
+        "bandwidth_share": bytes_per_s / peak.copy_bytes_per_s,
+        "flops_per_s": flops_per_s,
+        "fma_flops_per_s": peak.flops_per_s,
+        "flops_share": flops_per_s / peak.flops_per_s,
+        "steps": m.steps,
+        "dispatches_per_step": m.dispatches / m.steps,
+        "barriers_per_step": m.barriers / m.steps,
+        "submits_per_step": m.submits / m.steps,
+        "bytes_read_per_token": m.bytes_read / m.tokens,
+        "read_per_step_bytes": m.cost.bytes / steps,
+        "weight_bytes": subject.weight_bytes,
+        "kv_bytes": m.kv_bytes,
+        "peak_device_bytes": counters.get("peak_bytes", subject.runtime.allocated_bytes),
+        "peak_host_bytes": peak_host_bytes(),
+        "load_s": subject.load_s,
+    }
+
+
+def _percentile(values: Sequence[float], percent: float) -> float:
+    """By nearest rank."""
+    rank = max(1, -(-len(values) * percent // 100))
+    return sorted(values)[int(rank) - 1]
+
+
+class Report:
+    """Collects rows and prints them: at the end, or, as JSON lines, each as it comes."""
+
+    def __init__(self, form: str, progress: ProgressBar) -> None:
+        self._form, self._progress = form, progress
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        if self._form == "jsonl":
+            say_json(self.records[-1])
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Print what there is, also when something ended it early."""
+        self._progress.close()
+        if not self.records:
+            return
+        if self._form == "json":
+            say(json.dumps(self.records, indent=1))
+        elif self._form == "csv":
+            say(as_csv(self.records), end="")
+        elif self._form == "md":
+            say(as_markdown(self.records))
+
+
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Lists within a field are separated by spaces."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        writer.writerow({k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in record.items()})
+    return out.getvalue()
+
+
+COLUMNS = (
+    "model", "KV", "test", "tok/s", "range", "TTFT or TPOT", "GB/s", "of copy", "GFLOP/s", "of FMA",
+    "dispatches", "barriers",
+)  # fmt: skip
+
+
+def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each device, with what all its rows share above it."""
+    parts = []
+    for device in dict.fromkeys((r["device"], r["driver"]) for r in records):
+        rows = [r for r in records if (r["device"], r["driver"]) == device]
+        parts.append("\n".join([headline(rows[0]), "", *markdown_table(COLUMNS, [cells(r) for r in rows])]))
+        parts.append("\n".join(memory_line(r) for r in {r["model"]: r for r in rows}.values()))
+    return "\n\n".join(parts)
+
+
+def headline(r: Mapping[str, Any]) -> str:
+    copies, computes = r["copy_bytes_per_s"] / 1e9, r["fma_flops_per_s"] / 1e9
+    version = " ".join(filter(None, (r["version"], r["commit"])))
+    return (
+        f"{r['device']} ({r['driver']}, layer {'on' if r['layer'] else 'off'}), xinfer-vk {version}; "
+        f"copies {copies:.1f} GB/s, computes {computes:.0f} GFLOP/s; median of {r['repeats']} after "
+        f"{r['warm_up']} to warm up, loading left out, synchronised at every step"
+    )
+
+
+def memory_line(r: Mapping[str, Any]) -> str:
+    sizes = ("weight_bytes", "kv_bytes", "peak_device_bytes", "peak_host_bytes")
+    weights, kv, device, host = (format_bytes(r[name]) for name in sizes)
+    return (
+        f"{r['model']}: {weights} of weights, {kv} of KV cache, loaded in {r['load_s']:.2f} s; "
+        f"peak so far {device} on the device, {host} of the process"
+    )
+
+
+def cells(r: Mapping[str, Any]) -> list[str]:
+    seconds = r["ttft_s"] if r["ttft_s"] is not None else r["tpot_s"]
+    return [
+        r["model"],
+        r["kv_dtype"],
+        r["test"],
+        format_rate(r["tok_per_s"]),
+        f"{format_rate(r['tok_per_s_min'])}–{format_rate(r['tok_per_s_max'])}",
+        f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms",
+        f"{r['bytes_per_s'] / 1e9:.1f}",
+        f"{100 * r['bandwidth_share']:.0f} %",
+        f"{r['flops_per_s'] / 1e9:.0f}",
+        f"{100 * r['flops_share']:.0f} %",
+        f"{r['dispatches_per_step']:.0f}",
+        f"{r['barriers_per_step']:.0f}",
+    ]
+
+
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a GitHub table that also reads as plain text: text to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows)]
+    numeric = [all(row[i][:1].isdigit() for row in rows) for i in range(len(titles))]
+
+    def line(values: Sequence[str]) -> str:
+        padded = (v.rjust(w) if right else v.ljust(w) for v, w, right in zip(values, widths, numeric))
+        return f"| {' | '.join(padded)} |"
+
+    rule = ("-" * (w - 1) + ":" if right else "-" * w for w, right in zip(widths, numeric))
+    return [line(titles), f"| {' | '.join(rule)} |", *map(line, rows)]

@@ -1,0 +1,290 @@
+"""Measures prefill (PP) and decode (TG) of a model on a device, and the device's own limits beside them.
+
+Tokens are made up (their values do not change the work), the device is synchronised at every step, and
+nothing but the step is timed: loading, compiling and a warm-up run of every shape come before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xinfer_vk.cache import CachedSequence
+from xinfer_vk.engine.costs import Batch, Cost, plan_cost
+from xinfer_vk.engine.llm import PREFILL_CHUNK, main_format
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.errors import UsageError
+from xinfer_vk.kernels.peak import FLOPS_PER_ROUND, FMA_LOCAL_SIZE, peak_copy, peak_fma
+from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.models.decoder import DecoderWeights
+from xinfer_vk.models.registry import family
+from xinfer_vk.plan import WORD_BYTES, BufferKind, Plan, Runtime
+from xinfer_vk.weights.device import WeightPlanner
+from xinfer_vk.weights.hub import resolve_model
+from xinfer_vk.weights.source import open_model
+from xinfer_vk.weights.synthetic import SyntheticPlanner, open_synthetic
+
+Progress = Callable[[str, int, int], None]
+
+PEAK_S = 0.05  # a yardstick's run takes at least this long
+PEAK_RUNS = 5
+COPY_BYTES = 256 << 20  # of each buffer: many times the caches of any device
+FMA_GROUPS, FMA_ROUNDS = 4096, 512
+
+
+@dataclass(eq=False)
+class Subject:
+    """A model on a device, ready to be measured."""
+
+    name: str
+    fmt: str
+    synthetic: bool
+    config: ModelConfig
+    weights: DecoderWeights
+    weight_bytes: int
+    load_s: float
+    runtime: Runtime
+    planner: WeightPlanner = field(repr=False)
+
+    def free(self) -> None:
+        """Give the weights' memory back; the runtime stays open."""
+        self.planner.free(self.runtime)
+
+
+def load_subject(
+    runtime: Runtime, model: str, *, synthetic: bool, progress: Progress | None = None
+) -> Subject:
+    """Put a model on the device: ``model`` as for :class:`~xinfer_vk.engine.llm.LLM`, or SHAPE:FORMAT if
+    ``synthetic``. No tokenizer is read. Raises what these raise."""
+    began = time.perf_counter()
+    planner: WeightPlanner
+    if synthetic:
+        source, fmt = open_synthetic(model)
+        planner = SyntheticPlanner(source, runtime.profile, fmt)
+    else:
+        source = open_model(resolve_model(model, progress))
+        fmt = main_format(source)
+        planner = WeightPlanner(source, runtime.profile)
+    with source:
+        weights = family(source.config.architecture).load(planner, source.config)
+        tell = progress or (lambda stage, done, total: None)
+        planner.upload(runtime, lambda done, total: tell("loading weights", done, total))
+    return Subject(
+        source.name, fmt, synthetic, source.config, weights, planner.total_bytes,
+        time.perf_counter() - began, runtime, planner,
+    )  # fmt: skip
+
+
+# -- the device's limits --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The best of several runs: bytes moved (read and written) and floating-point operations a second."""
+
+    copy_bytes_per_s: float
+    flops_per_s: float
+
+
+def measure_peak(runtime: Runtime) -> Peak:
+    """The copy bandwidth and the f32 rate that kernels of ours reach on the device."""
+    profile = runtime.profile
+    words = min(COPY_BYTES, profile.max_storage_range_bytes) // WORD_BYTES // 4 * 4
+    if profile.simd:
+        words //= 4  # 64 MB: caches of a CPU are small, and so is its patience
+    source = runtime.allocate("bench: source", words, BufferKind.SCRATCH)
+    target = runtime.allocate("bench: target", words, BufferKind.SCRATCH)
+    try:
+        step = peak_copy(profile, source, target, words)
+        copies = _rate(runtime, lambda count: Plan("copy", (step,) * count))
+        groups = FMA_GROUPS // 64 if profile.simd else FMA_GROUPS
+        groups = min(groups, words // FMA_LOCAL_SIZE)
+        fma = peak_fma(target, groups, FMA_ROUNDS)
+        loops = _rate(runtime, lambda count: Plan("fma", (fma,) * count))
+    finally:
+        runtime.free(source)
+        runtime.free(target)
+    flops = groups * FMA_LOCAL_SIZE * FMA_ROUNDS * FLOPS_PER_ROUND
+    return Peak(copies * 2 * words * WORD_BYTES, loops * flops)
+
+
+def _rate(runtime: Runtime, make: Callable[[int], Plan]) -> float:
+    """Dispatches a second, by the fastest of a few runs that are long enough for a host's clock."""
+    count = 1
+    while True:
+        recorded = runtime.prepare(make(count))
+        recorded.run()
+        seconds = min(_timed(recorded.run) for _ in range(PEAK_RUNS))
+        if seconds >= PEAK_S or count >= 4096:
+            return count / seconds
+        count = min(4096, max(2 * count, int(count * 1.5 * PEAK_S / seconds)))
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+# -- what is measured -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``kind`` "pp": ``tokens`` prompt tokens of each of ``batch`` sequences that hold ``depth`` tokens
+    already; "tg": as many decode steps."""
+
+    kind: str
+    tokens: int
+    depth: int = 0
+    batch: int = 1
+
+    def __str__(self) -> str:
+        """``tg128 @ d512, b4``"""
+        depth = f" @ d{self.depth}" if self.depth else ""
+        return f"{self.kind}{self.tokens}{depth}" + (f", b{self.batch}" if self.batch > 1 else "")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One test's samples. ``step_s``: of every decode step of every repetition (the whole prefill for
+    "pp"); ``cost``: of one repetition."""
+
+    test: Workload
+    run_s: tuple[float, ...]  # of each repetition
+    step_s: tuple[float, ...]
+    steps: int  # of one repetition
+    cost: Cost
+    dispatches: int  # of one repetition
+    barriers: int
+    submits: int
+    bytes_read: int
+    kv_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one repetition, all sequences together."""
+        return self.test.tokens * self.test.batch
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens a second of each repetition."""
+        return [self.tokens / seconds for seconds in self.run_s]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.run_s)
+
+
+class Bench:
+    """Runs tests of one subject, in a KV cache made for the largest of them."""
+
+    def __init__(
+        self, subject: Subject, tests: Sequence[Workload], kv_dtype: str, progress: Progress | None = None
+    ) -> None:
+        self.subject, self.kv_dtype = subject, kv_dtype
+        self._cost = Cost()  # of the repetition under way
+        tell = progress or (lambda stage, done, total: None)
+        longest = max(t.depth + t.tokens for t in tests)
+        if longest > subject.config.max_position:
+            raise UsageError(
+                f"{longest} tokens are more than the {subject.config.max_position} that {subject.name} was "
+                "made for: use fewer with -p, -n or -d"
+            )
+        batch = max(t.batch for t in tests)
+        if batch > MAX_OUTPUTS:
+            raise UsageError(f"a batch of {batch}: at most {MAX_OUTPUTS} sequences run together")
+        total = max((t.depth + t.tokens) * t.batch for t in tests)
+        self.runner: ModelRunner = make_runner(
+            subject.runtime, subject.config, subject.weights, kv_dtype, capacity=longest, sequences=batch,
+            total=total, max_tokens=PREFILL_CHUNK,
+            progress=lambda done, all_: tell("compiling kernels", done, all_),
+        )  # fmt: skip
+
+    def free(self) -> None:
+        self.runner.free()
+        self.runner.cache.free()
+
+    def measure(self, test: Workload, repeats: int, warm_up: int = 1) -> Measurement:
+        """Run a test ``warm_up`` times, then ``repeats`` times that count. Between them the cache is cut
+        back to the test's depth, which is filled once."""
+        cache = self.runner.cache
+        sequences = [cache.open() for _ in range(test.batch)]
+        try:
+            if test.depth:
+                self._prefill(sequences, test.depth)
+            runs: list[list[float]] = []
+            before = self._counts()
+            for repeat in range(warm_up + repeats):
+                for sequence in sequences:
+                    cache.truncate(sequence, test.depth)
+                if repeat == warm_up:
+                    runs.clear()
+                    before = self._counts()
+                self._cost = Cost()
+                runs.append(self._run(test, sequences))
+            counts = [(now - then) // repeats for now, then in zip(self._counts(), before)]
+        finally:
+            for sequence in sequences:
+                cache.close(sequence)
+        dispatches, barriers, submits, bytes_read = counts
+        times = [sum(steps) for steps in runs]
+        steps = tuple(times) if test.kind == "pp" else tuple(s for run in runs for s in run)
+        return Measurement(
+            test, tuple(times), steps, len(runs[0]), self._cost, dispatches, barriers, submits, bytes_read,
+            cache.bytes,
+        )  # fmt: skip
+
+    def _run(self, test: Workload, sequences: list[CachedSequence]) -> list[float]:
+        """Seconds of each step."""
+        if test.kind == "pp":
+            return self._prefill(sequences, test.tokens)
+        tokens, seconds = [self._token(i) for i in range(test.batch)], []
+        for _ in range(test.tokens):
+            began = time.perf_counter()
+            chosen = self.runner.run([Chunk(s, [token]) for s, token in zip(sequences, tokens)])
+            seconds.append(time.perf_counter() - began)
+            tokens = [int(token) for token in chosen]  # what comes next depends on what came, as in use
+            self._add_cost([(s.length, 1) for s in sequences], test.batch)
+        return seconds
+
+    def _prefill(self, sequences: list[CachedSequence], count: int) -> list[float]:
+        """Append ``count`` tokens to every sequence, in full chunks as the scheduler makes them; the last
+        token of each gives a token."""
+        left = dict.fromkeys(range(len(sequences)), count)
+        seconds = []
+        while left:
+            room, chunks = self.runner.max_tokens, []
+            for i in list(left):
+                size = min(room, left[i])
+                if size == 0:
+                    break
+                room, left[i] = room - size, left[i] - size
+                ids = [self._token(count - left[i] + j) for j in range(size)]
+                chunks.append(Chunk(sequences[i], ids, "none" if left[i] else "last"))
+                if not left[i]:
+                    del left[i]
+            began = time.perf_counter()
+            self.runner.run(chunks)
+            seconds.append(time.perf_counter() - began)
+            outputs = sum(chunk.outputs == "last" for chunk in chunks)
+            self._add_cost([(c.sequence.length, len(c.token_ids)) for c in chunks], outputs)
+        return seconds
+
+    def _token(self, i: int) -> int:
+        return 7919 * (i + 1) % self.subject.config.vocab_size
+
+    def _add_cost(self, contexts: list[tuple[int, int]], outputs: int) -> None:
+        assert self.runner.last_plan is not None, "a step was run"
+        batch = Batch(sum(new for _, new in contexts), outputs, contexts)
+        self._cost += plan_cost(self.runner.last_plan, batch)
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        """Dispatches, barriers and submits of the device so far, and bytes read back. The NumPy
+        reference counts none."""
+        counters: dict[str, int] = getattr(self.subject.runtime, "counters", dict)()
+        named = (counters.get(name, 0) for name in ("dispatches", "barriers", "submits"))
+        return (*named, self.runner.bytes_read)  # type: ignore[return-value]

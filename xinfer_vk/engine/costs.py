@@ -1,0 +1,73 @@
+"""What a step must read and compute at least: weights and cached keys and values once, however often a
+kernel really reads them. ``bench`` divides these by times; activations, which caches hold, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xinfer_vk.kernels.kv import vector_words
+from xinfer_vk.kernels.layout import FORMATS, row_words
+from xinfer_vk.plan import WORD_BYTES, Plan, Step
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``weight_bytes`` and ``kv_bytes`` that must be read, and floating-point operations (a product and a
+    sum are two)."""
+
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.weight_bytes + other.weight_bytes,
+            self.kv_bytes + other.kv_bytes,
+            self.flops + other.flops,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a run was given, for costs: ``tokens`` rows, of which ``outputs`` want logits; ``contexts``:
+    for each sequence how many tokens it has (its new ones included) and how many of them are new."""
+
+    tokens: int
+    outputs: int
+    contexts: Sequence[tuple[int, int]]
+
+    @property
+    def seen(self) -> int:
+        """Positions that are attended to, over all rows."""
+        return sum(new * total - new * (new - 1) // 2 for total, new in self.contexts)
+
+
+def plan_cost(plan: Plan, batch: Batch) -> Cost:
+    return sum((step_cost(step, batch) for step in plan.steps), Cost())
+
+
+def step_cost(step: Step, batch: Batch) -> Cost:
+    """Matrix products and attention; other steps only touch activations and cost nothing here."""
+    kernel, p = step.kernel, step.kernel.unpack(step.push)
+    names = set(kernel.shader.split("."))
+    if "w" in kernel.bindings and hasattr(p, "epilogue"):
+        fmt = next(name for name in names if name in FORMATS)
+        rows_in = batch.outputs if step.label == "head" else batch.tokens
+        return Cost(
+            weight_bytes=p.rows * row_words(fmt, p.cols) * WORD_BYTES, flops=2 * p.rows * p.cols * rows_in
+        )
+    if "attention" in names:
+        head_dim, group = (dict(kernel.spec)[name] for name in ("head_dim", "group"))
+        dtype = kernel.shader.split(".")[1]
+        per_token = 2 * p.kv_heads * vector_words(dtype, head_dim) * WORD_BYTES
+        return Cost(
+            kv_bytes=per_token * sum(total for total, _ in batch.contexts),
+            flops=4 * p.kv_heads * group * head_dim * batch.seen,
+        )
+    return Cost()

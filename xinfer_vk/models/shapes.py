@@ -1,0 +1,100 @@
+"""The shapes of known models, as their ``config.json`` has them: what a synthetic model is made from.
+
+Only what decides shapes and kernels is here. Sources: the ``config.json`` of each model's repository on
+the hub, named beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xinfer_vk.errors import UsageError
+from xinfer_vk.models.config import ModelConfig, config_from_hf
+
+
+def _model(
+    architecture: str, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, *,
+    tied: bool, context: int, theta: float, eps: float, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "architectures": [architecture],
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": context,
+        "rope_theta": theta,
+        "rms_norm_eps": eps,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+def _qwen2(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, *, tied: bool, vocab: int = 151936
+) -> dict[str, Any]:
+    return _model(
+        "Qwen2ForCausalLM", hidden, mlp, layers, heads, kv_heads, vocab, tied=tied, context=32768,
+        theta=1e6, eps=1e-6, eos_token_id=151645,
+    )  # fmt: skip
+
+
+def _smollm2(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, theta: float) -> dict[str, Any]:
+    return _model(
+        "LlamaForCausalLM", hidden, mlp, layers, heads, kv_heads, 49152, tied=True, context=8192,
+        theta=theta, eps=1e-5, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+def _llama3(
+    hidden: int, mlp: int, layers: int, heads: int, head_dim: int, *, tied: bool, factor: float
+) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return _model(
+        "LlamaForCausalLM", hidden, mlp, layers, heads, 8, 128256, tied=tied, context=131072, theta=5e5,
+        eps=1e-5, bos_token_id=128000, eos_token_id=128001, head_dim=head_dim, rope_scaling=scaling,
+    )  # fmt: skip
+
+
+def _llama2(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, context: int = 4096
+) -> dict[str, Any]:
+    return _model(
+        "LlamaForCausalLM", hidden, mlp, layers, heads, kv_heads, 32000, tied=False, context=context,
+        theta=1e4, eps=1e-5, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": _smollm2(576, 1536, 30, 9, 3, 1e5),  # HuggingFaceTB/SmolLM2-135M-Instruct
+    "smollm2-360m": _smollm2(960, 2560, 32, 15, 5, 1e5),  # HuggingFaceTB/SmolLM2-360M-Instruct
+    "smollm2-1.7b": _smollm2(2048, 8192, 24, 32, 32, 1.3e5),  # HuggingFaceTB/SmolLM2-1.7B-Instruct
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, tied=True),  # Qwen/Qwen2.5-0.5B-Instruct, and so on
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, tied=False, vocab=152064),
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, tied=False, vocab=152064),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, tied=False, vocab=152064),
+    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 64, tied=True, factor=32.0),  # meta-llama/Llama-3.2-1B
+    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 128, tied=True, factor=32.0),  # meta-llama/Llama-3.2-3B
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 128, tied=False, factor=8.0),  # meta-llama/Llama-3.1-8B
+    "llama-2-7b": _llama2(4096, 11008, 32, 32, 32),  # meta-llama/Llama-2-7b-hf
+    "tinyllama-1.1b": _llama2(2048, 5632, 22, 32, 4, context=2048),  # TinyLlama/TinyLlama-1.1B-Chat-v1.0
+}
+
+
+def shape_config(name: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """The config of a known shape, parsed and as the file has it. Raises :class:`UsageError` for a name
+    that is not known."""
+    if name not in SHAPES:
+        raise UsageError(f"the shape {name!r} is not known: choose from {', '.join(SHAPES)}")
+    return config_from_hf(SHAPES[name], where=f"the shape {name}"), SHAPES[name]
