@@ -7,8 +7,9 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4,int4,int8
 layout(local_size_x_id = 0) in; // spec: local_size
+#define GROUP_CONSTANT 1
 #include "formats.glsl"
 #include "state.glsl"
 layout(set = 0, binding = 1) writeonly buffer Y { float y[]; }; // [tokens][y_stride] at y_offset

@@ -14,10 +14,11 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4,int4,int8
 layout(local_size_x_id = 0) in; // spec: local_size = 256
 layout(constant_id = 1) const uint TOKENS = 16u; // 16, 32 or 64
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
+#define GROUP_CONSTANT 3
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[unroll]]
 #include "linear.glsl"

@@ -19,7 +19,7 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4 BROADCAST=subgroup,none
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4,int4,int8 BROADCAST=subgroup,none
 #ifdef BROADCAST_SUBGROUP
     #extension GL_KHR_shader_subgroup_basic : require
     #extension GL_KHR_shader_subgroup_shuffle : require
@@ -28,6 +28,7 @@ layout(local_size_x_id = 0) in; // spec: local_size = 8
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
 #define ALL_SCALES // they serve a whole super-block
+#define GROUP_CONSTANT 3
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"
@@ -173,6 +174,10 @@ void main() {
 #else
         vec4 part[TOKENS];
         FOR_TOKENS part[t] = vec4(0.0);
+    #ifdef SUMS
+        vec4 quads[TOKENS];
+        FOR_TOKENS quads[t] = vec4(0.0);
+    #endif
         FOR_STEPS(8u) { // columns 4i .. 4i+3 are 4 / WEIGHTS units
             vec4 v[4];
             [[unroll]] for (uint k = 0u; k < 4u / WEIGHTS; k++) {
@@ -185,6 +190,9 @@ void main() {
             }
             FOR_TOKENS {
                 const vec4 at = COLUMNS(t, i);
+    #ifdef SUMS
+                quads[t] += at;
+    #endif
                 FOR_QUAD {
                     float a = part[t][c];
                     [[unroll]] for (uint n = 0u; n < 4u; n++)
@@ -202,6 +210,9 @@ void main() {
         FOR_TOKENS {
     #ifdef SCALED
             acc[t] += d * part[t];
+        #ifdef SUMS
+            acc[t] += LEVEL(d, m) * ((quads[t].x + quads[t].y) + (quads[t].z + quads[t].w));
+        #endif
     #else
             acc[t] += part[t];
     #endif

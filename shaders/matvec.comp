@@ -14,10 +14,11 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl,iq4_xs,mxfp4,int4,int8
 layout(local_size_x_id = 0) in; // spec: local_size, a power of two
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
+#define GROUP_CONSTANT 3
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"
@@ -42,7 +43,7 @@ void load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
         xs[2u * i] = lo[i];
         xs[2u * i + 1u] = hi[i];
     }
-#elif defined(FORMAT_Q8_0)
+#elif defined(BYTES)
     const vec4 v = load_x4(x_at + column(k, 0u));
     [[unroll]] for (uint i = 0u; i < 4u; i++)
         xs[i] = v[i];

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from weight_matrices import BLOCK_SIZES, FORMATS, WeightMatrix, random_matrix, whole_blocks
+from weight_matrices import BLOCK_SIZES, FORMATS, GROUPED, WeightMatrix, random_matrix, whole_blocks
 
 from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Part, Ref
@@ -256,6 +256,13 @@ def test_more_rows_than_one_dimension_of_workgroups_times_one(runtime: Any, prof
     check(Product("q8_0", 70001, 32, 1, 1), runtime, profile)
 
 
+@pytest.mark.parametrize("fmt", ("int4_g128", "int4_row", "int8_row"))
+def test_products_of_groups_of_any_size_equal_float64(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
+    """1184 columns are nine groups of 128, a chunk of scales and one more, and a quarter of a tenth."""
+    for tokens in (1, 9):
+        check(Product(fmt, 17, 1184, tokens, tokens), runtime, profile)
+
+
 def test_products_are_the_same_from_run_to_run(runtime: Any, profile: DeviceProfile) -> None:
     for tokens in (1, 5, 33):
         setup = Setup(Product("q4_1", 65, 96, tokens, tokens))
@@ -296,7 +303,7 @@ def test_the_oracle_equals_float64(fmt: str, reference: NumpyRuntime) -> None:
             check(product, reference, reference.profile)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", sorted({*FORMATS, *GROUPED}))
 def test_unpacking_gives_back_every_weight(fmt: str) -> None:
     for i, rows in enumerate(SIZES):
         matrix = random_matrix(fmt, rows, cols_for(fmt, i), np.random.default_rng(i))

@@ -11,12 +11,11 @@ from click.testing import CliRunner
 from xinfer_vk.cli.selftest import as_record, choose_cases, command
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
-from xinfer_vk.kernels.layout import FORMATS
 from xinfer_vk.plan import BufferKind
 from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.selftest import Case, Finding, all_cases, run_cases
 from xinfer_vk.selftest.case import EXACT, POISON, Tolerance, compare, compare_with_oracles
-from xinfer_vk.selftest.weights import QUICK_FORMATS
+from xinfer_vk.selftest.weights import FORMATS, QUICK_FORMATS
 from xinfer_vk.vulkan.runtime import KomputeRuntime
 
 TENTH = Tolerance(0.1, 0.0, "for this test")

@@ -14,7 +14,15 @@ BLOCK_SIZES = {
     **dict.fromkeys(("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"), 32),
     **dict.fromkeys(("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"), 256),
 }
-FORMATS = ("f32", "f16", "bf16", *BLOCK_SIZES)
+# GPTQ's and AWQ's: (bits, columns that share a scale and a zero; None: all of a row)
+GROUPED = {
+    f"int{bits}_{name}": (bits, group)
+    for bits in (4, 8)
+    for name, group in (("g32", 32), ("g64", 64), ("g128", 128), ("row", None))
+}
+BLOCK_SIZES |= dict.fromkeys(GROUPED, 32)
+# The size of a group is a number in one kernel: two formats stand for all.
+FORMATS = ("f32", "f16", "bf16", *(f for f in BLOCK_SIZES if f not in GROUPED), "int4_g32", "int8_g64")
 
 BITS = {"q2_k": 2, "q3_k": 3, "q5_0": 5, "q5_1": 5, "q5_k": 5, "q6_k": 6}  # of a weight; others have 4
 OFFSETS = {"q4_0": 8, "q5_0": 16, "q6_k": 32, "q3_k": 4}
@@ -80,6 +88,8 @@ def random_matrix(fmt: str, rows: int, cols: int, rng: np.random.Generator) -> W
         words = _place(_halves_to_words(padded[:, 0::2], padded[:, 1::2]))
         return WeightMatrix(fmt, rows, cols, words, dense, np.abs(dense))
 
+    if fmt in GROUPED:
+        return _grouped_matrix(fmt, rows, cols, rng)
     blocks = cols // 32
     d = rng.standard_normal((rows, blocks)).astype(np.float16)
     wide = np.repeat(d.astype(np.float64), 32, axis=1)
@@ -119,6 +129,39 @@ def random_matrix(fmt: str, rows: int, cols: int, rng: np.random.Generator) -> W
     zero = OFFSETS.get(fmt, 0)
     magnitude = np.abs(wide * q) + np.abs(zero * wide) + np.abs(offset)
     return WeightMatrix(fmt, rows, cols, words, wide * (q - zero) + offset, magnitude)
+
+
+def _grouped_matrix(fmt: str, rows: int, cols: int, rng: np.random.Generator) -> WeightMatrix:
+    """``d (q - zero)``, every bit of the scales placed by itself."""
+    bits, size = GROUPED[fmt]
+    size = size or cols
+    groups = -(-cols // size)
+    d = rng.standard_normal((rows, groups)).astype(np.float16)
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    zero, q = rng.integers(low, high, (rows, groups)), rng.integers(low, high, (rows, cols))
+    chunks: list[list[int]] = []  # of each: its groups
+    for g in range(groups):
+        if g % (32 // bits) == 0:
+            chunks.append([])
+        chunks[-1].append(g)
+    scales = []
+    for chunk in chunks:
+        zeros, pairs = np.zeros(rows, np.uint32), [np.zeros(rows, np.uint32) for _ in chunk[::2]]
+        for i, g in enumerate(chunk):
+            zeros |= (zero[:, g].astype(np.uint32) & ((1 << bits) - 1)) << (bits * i)
+            pairs[i // 2] |= d[:, g].view(np.uint16).astype(np.uint32) << (16 * (i % 2))
+        scales += [zeros, *pairs]
+    if bits == 4:
+        data = _place_bits(fmt, q)
+    else:
+        data = np.zeros((rows, cols // 4), np.uint32)
+        for c in range(cols):
+            data[:, c // 4] |= (q[:, c].astype(np.uint32) & 255) << (8 * (c % 4))
+    words = _place(np.concatenate((np.stack(scales, axis=1), data), axis=1))
+    group = np.arange(cols) // size
+    d_of, zero_of = d.astype(np.float64)[:, group], zero[:, group]
+    magnitude = np.abs(d_of * q) + np.abs(d_of * zero_of)
+    return WeightMatrix(fmt, rows, cols, words, d_of * (q - zero_of), magnitude)
 
 
 def _place_bits(fmt: str, q: np.ndarray) -> np.ndarray:

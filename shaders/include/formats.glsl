@@ -16,8 +16,10 @@
 //   load_scales(quad, k, s)   the words with the scales of unit k; quad: index in w of the row
 //   open_scales(s, k, d, m)   their f16 part, which in a super-block of 256 (SUPER) serves SUPER_UNITS units
 //   small_scales(s, k, d, m)  d and m of unit k, from those
-// PAIRED formats (all block formats but q8_0) have units of eight weights in two runs of four, the low
-// and the high nibbles. ADJACENT: the runs are neighbours; else they are 16 columns apart.
+// PAIRED formats (all block formats but q8_0 and int8) have units of eight weights in two runs of four, the
+// low and the high nibbles. ADJACENT: the runs are neighbours; else they are 16 columns apart.
+// In GROUPED formats (GPTQ, AWQ) m = -d zero, and how many columns share them is a specialization constant,
+// whose id the including shader gives as GROUP_CONSTANT.
 layout(set = 0, binding = 0) readonly buffer W { uvec4 w[]; };
 
 const uint BLOCK = 32u; // columns whose weights lie together
@@ -26,8 +28,9 @@ const uint BLOCK = 32u; // columns whose weights lie together
     const uint WEIGHTS = 1u;
 #elif defined(FORMAT_F16) || defined(FORMAT_BF16)
     const uint WEIGHTS = 2u;
-#elif defined(FORMAT_Q8_0)
+#elif defined(FORMAT_Q8_0) || defined(FORMAT_INT8)
     #define SCALED
+    #define BYTES
     const uint WEIGHTS = 4u;
 #else
     #define SCALED
@@ -74,6 +77,17 @@ const uint BLOCK_UNITS = BLOCK / WEIGHTS;
 #elif defined(FORMAT_Q8_0) || defined(FORMAT_Q4_0) || defined(FORMAT_IQ4_NL)
     const uint SCALE_COLUMNS = 64u, SCALE_WORDS = 1u;
     #define PLANES 0
+#elif defined(FORMAT_INT4) || defined(FORMAT_INT8)
+    // Of every ZEROS groups a word of zeros, then their f16 scales; the last ones may be fewer.
+    #define GROUPED
+    #define PLANES 0
+layout(constant_id = GROUP_CONSTANT) const uint GROUP = 128u; // a multiple of 32; may be beyond the row
+    #if defined(FORMAT_INT4)
+    const uint ZEROS = 8u;
+    #else
+    const uint ZEROS = 4u;
+    #endif
+    const uint SCALE_WORDS = 2u; // that a unit needs
 #elif defined(SCALED)
     #error "no weight format is chosen"
 #endif
@@ -85,7 +99,7 @@ const uint BLOCK_UNITS = BLOCK / WEIGHTS;
     const uint NIBBLE_WORDS = 4u;
 #endif
 #if defined(FORMAT_Q4_1) || defined(FORMAT_Q5_1) || defined(FORMAT_Q2_K) || defined(FORMAT_Q4_K) \
-    || defined(FORMAT_Q5_K)
+    || defined(FORMAT_Q5_K) || defined(GROUPED)
     #define MINIMUM
 #endif
 #if defined(FORMAT_Q4_0)
@@ -138,7 +152,10 @@ const uint BLOCK_UNITS = BLOCK / WEIGHTS;
 const uint SUPER_UNITS = 32u; // 256 columns
 
 uint DATA_FIRST(uint cols) {
-#if defined(SCALED)
+#if defined(GROUPED)
+    const uint groups = (cols - 1u) / GROUP + 1u, rest = groups % ZEROS;
+    return groups / ZEROS * (1u + ZEROS / 2u) + (rest == 0u ? 0u : 1u + (rest + 1u) / 2u);
+#elif defined(SCALED)
     return (cols + SCALE_COLUMNS - 1u) / SCALE_COLUMNS * SCALE_WORDS;
 #else
     return 0u;
@@ -262,7 +279,7 @@ void decode(uvec4 raw[RAW], uint k, out vec4 v[WEIGHTS]) {
 #elif defined(FORMAT_BF16)
     v[0] = uintBitsToFloat(raw[0] << 16u);
     v[1] = uintBitsToFloat(raw[0] & 0xFFFF0000u);
-#elif defined(FORMAT_Q8_0)
+#elif defined(BYTES)
     v[0] = vec4(ivec4(raw[0] << 24u) >> 24);
     v[1] = vec4(ivec4(raw[0] << 16u) >> 24);
     v[2] = vec4(ivec4(raw[0] << 8u) >> 24);
@@ -279,11 +296,18 @@ void decode(uvec4 raw[RAW], uint k, out vec4 v[WEIGHTS]) {
 
 #if defined(SCALED)
 void load_scales(uint quad, uint k, out uvec4 s[SCALES_LOADED]) {
+    #ifdef GROUPED
+    const uint group = k * WEIGHTS / GROUP;
+    const uint at = quad + 2u * (group / ZEROS * (1u + ZEROS / 2u));
+    s[0] = w[at];
+    s[1] = w[at + 2u * (1u + group % ZEROS / 2u)];
+    #else
     const uint at = quad + 2u * (k / (SCALE_COLUMNS / WEIGHTS) * SCALE_WORDS);
+    #endif
     #ifdef ONE_SCALE_WORD
     s[0] = w[at];
     s[1] = w[at + 2u * (1u + ((k / SCALE_UNITS >> 2u) & 3u))];
-    #else
+    #elif !defined(GROUPED)
     [[unroll]] for (uint i = 0u; i < SCALE_WORDS; i++)
         s[i] = w[at + 2u * i];
     #endif
@@ -294,6 +318,14 @@ void open_scales(uvec4 s[SCALES_LOADED], uint k, out vec4 d, out vec4 m) {
     #if defined(FORMAT_MXFP4) // half of 2^(e - 127), as a float's bits; the smallest two have no exponent
     const uvec4 e = (s[0] >> (8u * ((k / BLOCK_UNITS) & 3u))) & 0xFFu;
     d = uintBitsToFloat(mix((e - 1u) << 23u, uvec4(0x00200000u) << e, lessThan(e, uvec4(2u))));
+    #elif defined(GROUPED) // m is exact: 11 bits times 8
+    const uint group = k * WEIGHTS / GROUP;
+    d = low_halves(s[1] >> (16u * (group & 1u)));
+        #if defined(FORMAT_INT4)
+    m = -d * vec4(ivec4((s[0] >> (4u * (group & 7u))) & 15u));
+        #else
+    m = -d * vec4(ivec4(s[0] << (24u - 8u * (group & 3u))) >> 24);
+        #endif
     #elif defined(SUPER) || defined(MINIMUM)
     d = low_halves(s[0]);
         #if defined(MINIMUM)

@@ -9,7 +9,7 @@ import numpy as np
 
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
-from xinfer_vk.kernels.layout import matrix_words, row_words, units
+from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format, units
 from xinfer_vk.kernels.unpack import unpack_rows
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
@@ -34,14 +34,15 @@ def _oracle(fmt: str) -> Callable[[OracleCall], None]:
 
 @cache
 def _kernel(fmt: str) -> Kernel:
+    shader_fmt, fmt_spec = shader_format(fmt)
     return Kernel(
         name=f"embed.{fmt}",
-        shader=f"embed.{fmt}",
+        shader=f"embed.{shader_fmt}",
         bindings=("w", "y", "state"),
         params=(
             "w_offset:u", "rows:u", "cols:u", "first_row:u", "y_offset:u", "y_stride:u", "scale:f",
         ),
-        spec=(("local_size", LOCAL_SIZE),),
+        spec=(("local_size", LOCAL_SIZE), *fmt_spec),
         oracle=_oracle(fmt),
     )  # fmt: skip
 

@@ -51,6 +51,12 @@ of 256 columns: a word with f16 ``d`` (low half) and f16 ``m`` (high; zero where
 upper two bits of iq4_xs' scales there), then the bytes of the smaller scales ``s`` and ``t`` exactly as
 GGML has them.
 
+GPTQ's and AWQ's formats are named after their bits and how many columns share a scale, ``int4_g128`` (or
+``int4_row``: one scale for the whole row): value ``d (q - zero)`` with an integer zero for every group.
+Their scales stand in chunks: for every 8 groups (4 of int8) a word of zeros, four bits (a byte) each, then
+a word for every two f16 ``d``; the last chunk has as many words as its groups need. int8 has 128
+subtracted from ``q`` and ``zero``, which makes both signed. Weights lie as in q4_0 and q8_0.
+
 Only the order of bits differs from the model file: no value is rounded.
 """
 
@@ -88,9 +94,46 @@ BLOCK_LAYOUTS = {
     "iq4_xs": BlockLayout(256, 256, 2, 4),
     "mxfp4": BlockLayout(32, 128, 1, 4),
 }
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Integers of ``bits`` with a scale and a zero for every ``group`` columns, a multiple of 32."""
+
+    bits: int
+    group: int
+
+    @property
+    def zeros(self) -> int:
+        """Zeros in a word, which are the groups of a chunk."""
+        return 32 // self.bits
+
+    @property
+    def chunk_words(self) -> int:
+        """Words of a whole chunk."""
+        return 1 + self.zeros // 2
+
+    @property
+    def block_words(self) -> int:
+        """Words of weights for every 32 columns."""
+        return self.bits
+
+    def groups(self, cols: int) -> int:
+        return -(-cols // self.group)
+
+    def scale_words(self, cols: int) -> int:
+        chunks, rest = divmod(self.groups(cols), self.zeros)
+        return chunks * self.chunk_words + (1 + -(-rest // 2) if rest else 0)
+
+
+WHOLE_ROW = 1 << 30  # as a group: more columns than any row has
+GROUP_NAMES = {32: "g32", 64: "g64", 128: "g128", WHOLE_ROW: "row"}
+GROUP_LAYOUTS = {
+    f"int{bits}_{name}": GroupLayout(bits, group) for bits in (4, 8) for group, name in GROUP_NAMES.items()
+}
 PER_WORD = {"f32": 1, "f16": 2, "bf16": 2}  # weights in a word of the formats without blocks
 BLOCK_FORMATS = tuple(BLOCK_LAYOUTS)
-FORMATS = (*PER_WORD, *BLOCK_FORMATS)
+FORMATS = (*PER_WORD, *BLOCK_FORMATS, *GROUP_LAYOUTS)
 
 # The values that four bits stand for in iq4_nl and iq4_xs, and in mxfp4 (doubled, so they are whole).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -101,6 +144,8 @@ def scale_words(fmt: str, cols: int) -> int:
     """Words of scales at the start of a row: where its quantized weights begin."""
     if fmt in PER_WORD:
         return 0
+    if fmt in GROUP_LAYOUTS:
+        return GROUP_LAYOUTS[fmt].scale_words(cols)
     layout = BLOCK_LAYOUTS[fmt]
     return -(-cols // layout.columns) * layout.scale_words
 
@@ -109,14 +154,26 @@ def data_words(fmt: str, cols: int) -> int:
     """Words of weights in a row of ``cols``, scales apart."""
     if fmt in PER_WORD:
         return -(-cols // PER_WORD[fmt])
-    return cols // BLOCK * BLOCK_LAYOUTS[fmt].block_words
+    return cols // BLOCK * (GROUP_LAYOUTS.get(fmt) or BLOCK_LAYOUTS[fmt]).block_words
 
 
 def units(fmt: str, cols: int) -> int:
     """How many times the kernels decode to get a row: 1, 2, 4 or 8 weights at a time."""
     if fmt in PER_WORD:
         return data_words(fmt, cols)
-    return cols // (4 if fmt == "q8_0" else 8)
+    return cols // (4 if is_bytes(fmt) else 8)
+
+
+def is_bytes(fmt: str) -> bool:
+    """Whether a weight is a signed byte, four to a word."""
+    return fmt == "q8_0" or (fmt in GROUP_LAYOUTS and GROUP_LAYOUTS[fmt].bits == 8)
+
+
+def shader_format(fmt: str) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """The shaders' name of a format, and the specialization constants it adds to those of a kernel."""
+    if fmt in GROUP_LAYOUTS:
+        return f"int{GROUP_LAYOUTS[fmt].bits}", (("group", GROUP_LAYOUTS[fmt].group),)
+    return fmt, ()
 
 
 def row_words(fmt: str, cols: int) -> int:
@@ -126,8 +183,8 @@ def row_words(fmt: str, cols: int) -> int:
         raise ValueError(f"weight format {fmt!r} is not supported (supported: {', '.join(FORMATS)})")
     if cols < 1:
         raise ValueError(f"a row of {cols} weights: must be at least 1")
-    if fmt in BLOCK_LAYOUTS and cols % BLOCK_LAYOUTS[fmt].block:
-        block = BLOCK_LAYOUTS[fmt].block
+    block = 1 if fmt in PER_WORD else BLOCK if fmt in GROUP_LAYOUTS else BLOCK_LAYOUTS[fmt].block
+    if cols % block:
         raise ValueError(f"{fmt} rows are blocks of {block} weights: {cols} columns are not a multiple")
     return scale_words(fmt, cols) + data_words(fmt, cols)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
-from xinfer_vk.kernels.layout import matrix_words, row_words
+from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format
 from xinfer_vk.kernels.swiglu import silu
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
@@ -85,8 +85,10 @@ def _rows(words: np.ndarray, offset: int, stride: int, rows: int, cols: int) -> 
 
 @cache
 def _kernel(family: str, fmt: str, variant: str, spec: tuple[tuple[str, int], ...]) -> Kernel:
-    shader = f"{family}.{fmt}" + (f".{variant}" if variant else "")
-    return Kernel(shader, shader, BINDINGS, PARAMS, spec, _oracle(fmt))
+    shader_fmt, fmt_spec = shader_format(fmt)
+    variant = f".{variant}" if variant else ""
+    name, shader = f"{family}.{fmt}{variant}", f"{family}.{shader_fmt}{variant}"
+    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, _oracle(fmt))
 
 
 def _up_to(tokens: int, sizes: Sequence[int]) -> int:

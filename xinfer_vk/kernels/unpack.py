@@ -11,9 +11,12 @@ import numpy as np
 from xinfer_vk.kernels.layout import (
     BLOCK,
     BLOCK_LAYOUTS,
+    GROUP_LAYOUTS,
     IQ4_VALUES,
     MXFP4_VALUES,
     ROWS,
+    GroupLayout,
+    is_bytes,
     padded_rows,
     row_words,
     scale_words,
@@ -43,9 +46,13 @@ def decode_rows(fmt: str, words: np.ndarray, cols: int) -> np.ndarray:
     if fmt in ("f16", "bf16"):
         halves = words.view(np.uint16)[:, :cols]
         return halves.view(np.float16).astype(np.float32) if fmt == "f16" else bf16_to_f32(halves)
-    layout, n = BLOCK_LAYOUTS[fmt], words.shape[0]
+    n = words.shape[0]
     scales = words[:, : scale_words(fmt, cols)]
+    layout = GROUP_LAYOUTS.get(fmt) or BLOCK_LAYOUTS[fmt]
     data = words[:, scales.shape[1] :].reshape(n, cols // BLOCK, layout.block_words)
+    if isinstance(layout, GroupLayout):
+        d, zero = _group_scales(layout, scales, cols)
+        return ((_quants(fmt, data) - zero[:, :, None]) * d[:, :, None]).reshape(n, cols)
     if layout.columns == SUPER_BLOCK:
         d, m = _super_scales(fmt, scales.reshape(n, -1, layout.scale_words))
     else:
@@ -65,6 +72,19 @@ def _block_scales(fmt: str, words: np.ndarray, blocks: int) -> tuple[np.ndarray,
     if fmt in ("q4_1", "q5_1"):
         return halves[:, 0::2], halves[:, 1::2]
     return halves[:, :blocks], None
+
+
+def _group_scales(layout: GroupLayout, words: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndarray]:
+    """(d, zero) of blocks of 32, whose scales are ``words [n, words]`` in chunks: float32 [n, blocks]."""
+    n, chunks = words.shape[0], -(-layout.groups(cols) // layout.zeros)
+    whole = np.zeros((n, chunks, layout.chunk_words), np.uint32)
+    whole.reshape(n, -1)[:, : words.shape[1]] = words
+    shift = layout.bits * np.arange(layout.zeros, dtype=np.uint32)
+    codes = (whole[:, :, :1] >> shift & np.uint32((1 << layout.bits) - 1)).reshape(n, -1)
+    zero = codes.astype(np.uint8).view(np.int8) if layout.bits == 8 else codes
+    d = np.ascontiguousarray(whole[:, :, 1:]).view(np.float16).reshape(n, -1)
+    of_block = np.arange(0, cols, BLOCK) // layout.group
+    return d[:, of_block].astype(np.float32), zero[:, of_block].astype(np.float32)
 
 
 def _super_scales(fmt: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -101,7 +121,7 @@ def _super_scales(fmt: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray |
 def _quants(fmt: str, data: np.ndarray) -> np.ndarray:
     """The numbers that scales multiply: words [n, blocks, block_words] -> float32 [n, blocks, 32]."""
     n, blocks, _ = data.shape
-    if fmt == "q8_0":
+    if is_bytes(fmt):
         return np.ascontiguousarray(data).view(np.int8).astype(np.float32)
     low_at, high_at = _columns(fmt)
     q: np.ndarray = np.zeros((n, blocks, BLOCK), np.uint8)

@@ -8,13 +8,23 @@ import numpy as np
 
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
 from xinfer_vk.kernels.embed import embed
-from xinfer_vk.kernels.layout import BLOCK_LAYOUTS, FORMATS, ROWS, row_words, scale_words
+from xinfer_vk.kernels.layout import (
+    BLOCK_FORMATS,
+    BLOCK_LAYOUTS,
+    GROUP_LAYOUTS,
+    PER_WORD,
+    ROWS,
+    row_words,
+    scale_words,
+)
 from xinfer_vk.kernels.matmul import linear
 from xinfer_vk.plan import BufferKind, Step
 from xinfer_vk.selftest.batch import Batch
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
 
 SUPER_FORMATS = tuple(fmt for fmt, layout in BLOCK_LAYOUTS.items() if layout.block == 256)
+# Of GPTQ's and AWQ's formats, which differ in the size of a group alone, two.
+FORMATS = (*PER_WORD, *BLOCK_FORMATS, "int4_g128", "int8_g32")
 # What most models are in; of the others, whose kernels differ by a few lines, one product is quick.
 QUICK_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 EMBED = Tolerance(0.0, 2e-7, "a weight is decoded with at most two roundings, and scaled with a third")
@@ -42,12 +52,17 @@ def random_words(fmt: str, rows: int, cols: int, rng: np.random.Generator) -> np
         halves[:, :cols] = values.astype(np.float16).view(np.uint16) if fmt == "f16" else upper
         words[:rows] = halves.view(np.uint32)
     else:
-        layout, scale_count = BLOCK_LAYOUTS[fmt], scale_words(fmt, cols)
+        scale_count = scale_words(fmt, cols)
         words[:rows] = rng.integers(0, 1 << 32, (rows, words.shape[1]), np.uint32)
         if fmt == "mxfp4":
             exponents = rng.integers(118, 123, (rows, scale_count * 4), np.uint8)
             words[:rows, :scale_count] = exponents.view(np.uint32)
+        elif fmt in GROUP_LAYOUTS:  # every word of a chunk but the first is two f16
+            pairs = rng.standard_normal((rows, scale_count, 2)) * (0.03 if fmt.startswith("int4") else 0.002)
+            is_scale = np.arange(scale_count) % GROUP_LAYOUTS[fmt].chunk_words > 0
+            words[:rows, :scale_count][:, is_scale] = pairs.astype(np.float16).view(np.uint32)[:, is_scale, 0]
         else:  # the first word of every group of scales is one or two f16
+            layout = BLOCK_LAYOUTS[fmt]
             pairs = rng.standard_normal((rows, scale_count, 2)) * SCALE_SIZES.get(fmt, 0.03)
             first = pairs.astype(np.float16).view(np.uint32)[:, :: layout.scale_words, 0]
             words[:rows, : scale_count : layout.scale_words] = first
