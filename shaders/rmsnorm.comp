@@ -1,22 +1,27 @@
-// RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x²) + eps) * weight, a workgroup a row.
+// RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x²) + eps) * weight, a workgroup a vector.
 //
 // Two passes over the row, the second from cache; a lane sums every local_size-th element, so
 // neighbouring lanes read neighbouring words, and the partial sums of many lanes make the sum of
 // squares at least as exact as a sequential f32 one. 12 bytes and 4 flops an element: bound by memory.
-// With GATHER, row i of y is made of row output_row[i] of x: the rows that want logits.
+// With GATHER, row i of y is made of row output_row[i] of x: the rows that want logits. With ADD, the
+// result is added to y. A row may be several vectors side by side (the heads of queries and keys), the
+// first of which have one weight and the rest another. x and y may be the same place.
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #include "state.glsl"
 layout(local_size_x_id = 0) in; // spec: local_size, a power of two
 layout(constant_id = 1) const uint GATHER = 0u; // 0 or 1
+layout(constant_id = 2) const uint ADD = 0u;    // 0 or 1
 layout(set = 0, binding = 0) readonly buffer Input { float x[]; };       // [rows][x_stride]
 layout(set = 0, binding = 1) readonly buffer Weight { float weight[]; }; // [dim]
 layout(set = 0, binding = 2) readonly buffer State { uint state[]; };
-layout(set = 0, binding = 3) writeonly buffer Output { float y[]; };     // [rows][y_stride]
+layout(set = 0, binding = 3) buffer Output { float y[]; };               // [rows][y_stride]
 layout(push_constant) uniform Push {
     uint x_offset;
     uint x_stride;
-    uint weight_offset;
+    uint weight_offset;      // of the first vectors of a row
+    uint rest_weight_offset; // of those from number `first` on
+    uint first;
     uint y_offset;
     uint y_stride;
     uint dim;
@@ -27,11 +32,16 @@ layout(push_constant) uniform Push {
 void main() {
     const uint row = gl_WorkGroupID.x;
     if (row >= state[GATHER != 0u ? STATE_N_OUTPUTS : STATE_N_TOKENS]) return;
-    const uint source = p.x_offset + (GATHER != 0u ? state[STATE_OUTPUT_ROW + row] : row) * p.x_stride;
+    const uint vector = gl_WorkGroupID.y * p.dim;
+    const uint source = p.x_offset + (GATHER != 0u ? state[STATE_OUTPUT_ROW + row] : row) * p.x_stride + vector;
+    const uint target = p.y_offset + row * p.y_stride + vector;
+    const uint scale = gl_WorkGroupID.y < p.first ? p.weight_offset : p.rest_weight_offset;
     float squares = 0.0;
     for (uint i = gl_LocalInvocationID.x; i < p.dim; i += gl_WorkGroupSize.x)
         squares += x[source + i] * x[source + i];
     const float factor = 1.0 / sqrt(workgroup_sum(squares) / float(p.dim) + p.eps);
-    for (uint i = gl_LocalInvocationID.x; i < p.dim; i += gl_WorkGroupSize.x)
-        y[p.y_offset + row * p.y_stride + i] = weight[p.weight_offset + i] * (x[source + i] * factor);
+    for (uint i = gl_LocalInvocationID.x; i < p.dim; i += gl_WorkGroupSize.x) {
+        const float value = weight[scale + i] * (x[source + i] * factor);
+        y[target + i] = ADD != 0u ? y[target + i] + value : value;
+    }
 }

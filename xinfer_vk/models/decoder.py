@@ -1,10 +1,11 @@
-"""The pre-norm decoder block that Llama and its relatives share: attention, then a gated MLP.
+"""What the families' decoders are built of: their weights, and the blocks that several of them share.
 
-A family file (``llama.py``, ``qwen2.py``) says which tensors there are and assembles these blocks.
+A family file (``llama.py``, ``gemma3.py``, …) says which tensors there are and assembles these blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xinfer_vk.kernels.base import Ref
@@ -12,15 +13,19 @@ from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.graph import Graph
 from xinfer_vk.weights.device import Matrix, WeightPlanner
 
+# The norms before attention and before the MLP, by their names in Hugging Face's checkpoints.
+INPUT_NORM = "input_layernorm"
+MLP_NORM = "post_attention_layernorm"
+
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's weights. A projection is one matrix, or several stacked ones of unlike formats."""
+    """One block's weights. A projection is one matrix, or several stacked ones of unlike formats.
+    ``norms``: by Hugging Face's name within the layer, as ``norms["input_layernorm"]``."""
 
-    attention_norm: Ref  # [hidden]
+    norms: Mapping[str, Ref]
     qkv: tuple[Matrix, ...]  # [(heads + 2 kv_heads) * head_dim, hidden]
     output: tuple[Matrix, ...]  # [hidden, heads * head_dim]
-    mlp_norm: Ref  # [hidden]
     gate_up: tuple[Matrix, ...]  # [2 * intermediate, hidden], rows interleaved when it is one matrix
     down: tuple[Matrix, ...]  # [hidden, intermediate]
 
@@ -33,7 +38,7 @@ class DecoderWeights:
     head: Matrix  # [vocabulary, hidden]; the embedding itself when tied
 
 
-def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, *, qkv_bias: bool) -> Layer:
+def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, norms: Mapping[str, int]) -> Layer:
     """Declare the tensors of block ``index``; they are on the device after ``planner.upload``."""
     name = f"model.layers.{index}"
     q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -46,14 +51,13 @@ def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, *, qkv_bias: 
         )
 
     return Layer(
-        attention_norm=planner.vector(f"{name}.input_layernorm.weight", c.hidden_size),
+        norms={norm: planner.vector(f"{name}.{norm}.weight", size) for norm, size in norms.items()},
         qkv=stack(
             {"self_attn.q_proj": q_dim, "self_attn.k_proj": kv_dim, "self_attn.v_proj": kv_dim},
             c.hidden_size,
-            bias=qkv_bias,
+            bias=c.attention_bias,
         ),
         output=stack({"self_attn.o_proj": c.hidden_size}, q_dim, bias=c.attention_output_bias),
-        mlp_norm=planner.vector(f"{name}.post_attention_layernorm.weight", c.hidden_size),
         gate_up=stack(
             {"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size},
             c.hidden_size,
@@ -64,10 +68,14 @@ def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, *, qkv_bias: 
     )
 
 
-def load_decoder(planner: WeightPlanner, c: ModelConfig, *, qkv_bias: bool) -> DecoderWeights:
-    """Declare every tensor of a decoder with ``c.layers`` blocks."""
+def load_decoder(
+    planner: WeightPlanner, c: ModelConfig, norms: Mapping[str, int] | None = None
+) -> DecoderWeights:
+    """Declare every tensor of a decoder with ``c.layers`` blocks. ``norms``: name within the layer and
+    length of each block's norms, by default :data:`INPUT_NORM` and :data:`MLP_NORM`."""
+    norms = norms or {INPUT_NORM: c.hidden_size, MLP_NORM: c.hidden_size}
     (embed,) = planner.stack([("model.embed_tokens", c.vocab_size)], c.hidden_size)
-    layers = tuple(load_layer(planner, c, i, qkv_bias=qkv_bias) for i in range(c.layers))
+    layers = tuple(load_layer(planner, c, i, norms) for i in range(c.layers))
     final_norm = planner.vector("model.norm.weight", c.hidden_size)
     head = embed
     if not c.tie_word_embeddings:
@@ -78,21 +86,28 @@ def load_decoder(planner: WeightPlanner, c: ModelConfig, *, qkv_bias: bool) -> D
 def attention_block(g: Graph, index: int, layer: Layer) -> None:
     """``x += Wo · attention(rope(Wq h), rope(Wk h), Wv h)`` with ``h = RMSNorm(x)``."""
     c, act = g.config, g.act
-    q, k = act.qkv, act.qkv.columns(c.heads * c.head_dim)
-    v = k.columns(c.kv_heads * c.head_dim)
-
-    g.rms_norm(act.residual, layer.attention_norm, act.normed, c.hidden_size)
+    g.rms_norm(act.residual, layer.norms[INPUT_NORM], act.normed, c.hidden_size)
     g.linear(act.normed, layer.qkv, act.qkv, label="qkv")
-    g.rope(q, heads=c.heads + c.kv_heads)  # keys follow the queries in memory
+    attend(g, index)
+    g.linear(act.attended, layer.output, act.residual, "add", "attention output")
+
+
+def attend(g: Graph, index: int) -> None:
+    """``attended = attention(rope(q), rope(k), v)`` of what :attr:`~Activations.qkv` holds, over the
+    cache, with the window and the positions of layer ``index``."""
+    c, act = g.config, g.act
+    q, k = act.qkv, act.qkv.columns(c.q_dim)
+    v = k.columns(c.kv_dim)
+    if c.rope(index) is not None:
+        g.rope(q, heads=c.heads + c.kv_heads)  # keys follow the queries in memory
     g.append_kv(index, k, v)
     g.attention(index, q, act.attended)
-    g.linear(act.attended, layer.output, act.residual, "add", "attention output")
 
 
 def mlp_block(g: Graph, layer: Layer) -> None:
     """``x += Wd · (silu(Wg h) * Wu h)`` with ``h = RMSNorm(x)`` (Shazeer 2020, SwiGLU)."""
     c, act = g.config, g.act
-    g.rms_norm(act.residual, layer.mlp_norm, act.normed, c.hidden_size)
+    g.rms_norm(act.residual, layer.norms[MLP_NORM], act.normed, c.hidden_size)
     g.swiglu_mlp_input(act.normed, layer.gate_up, act.hidden)
     g.linear(act.hidden, layer.down, act.residual, "add", "down")
 

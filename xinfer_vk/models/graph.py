@@ -116,6 +116,14 @@ class Graph:
             self.config.rms_norm_eps, self.tokens, self.state,
         )  # fmt: skip
 
+    def rms_norm_heads(self, q_weight: Ref, k_weight: Ref) -> None:
+        """RMSNorm of every query and key head in ``act.qkv`` by itself, in place: weights [head_dim]."""
+        c, qkv = self.config, self.act.qkv
+        self.steps += rmsnorm(
+            self.profile, qkv.ref, qkv.stride, q_weight, qkv.ref, qkv.stride, c.head_dim, c.rms_norm_eps,
+            self.tokens, self.state, vectors=c.heads, rest=(k_weight, c.kv_heads),
+        )  # fmt: skip
+
     def rms_norm_outputs(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
         """The same for the rows that want logits, gathered: ``out[i] = norm(x[output_row[i]])``  [R, dim]"""
         self.steps += rmsnorm(

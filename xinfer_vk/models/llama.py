@@ -17,7 +17,7 @@ from xinfer_vk.weights.device import WeightPlanner
 
 def load(planner: WeightPlanner, c: ModelConfig) -> DecoderWeights:
     """Declare the tensors under their Hugging Face names."""
-    return load_decoder(planner, c, qkv_bias=c.attention_bias)
+    return load_decoder(planner, c)
 
 
 def forward(g: Graph, w: DecoderWeights) -> None:

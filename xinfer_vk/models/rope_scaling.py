@@ -43,39 +43,62 @@ class RopeScaling:
     factors: tuple[float, ...] = ()  # [head_dim / 2]
 
 
-def scaling_from_hf(f: Fields, max_position: int) -> tuple[float, RopeScaling | None]:
-    """``(rope_theta, scaling)`` from a ``config.json``.
+@dataclass(frozen=True)
+class Rope:
+    """What a ``config.json`` says of RoPE: ``dim`` of each head are turned; ``local_theta`` is that of
+    sliding-window layers where they have their own, always unscaled."""
+
+    theta: float
+    scaling: RopeScaling | None
+    dim: int
+    local_theta: float | None = None
+
+
+def rope_from_hf(f: Fields, max_position: int, head_dim: int) -> Rope:
+    """RoPE of a ``config.json``.
 
     transformers 4 has ``rope_theta`` and ``rope_scaling`` (whose type is ``rope_type``, once
     ``type``); transformers 5 has both in ``rope_parameters``. A file with both spellings, as some
-    tools write, is read as transformers 5 does: ``rope_scaling`` first.
+    tools write, is read as transformers 5 does: ``rope_scaling`` first. Gemma 3's
+    ``rope_parameters`` are given by layer type; in transformers 4 the local theta is
+    ``rope_local_base_freq``.
     """
     key = "rope_scaling" if f.raw("rope_scaling", {}) != {} else "rope_parameters"
     values = f.raw(key, {})
     if not isinstance(values, dict):
         raise f.wrong(key, "a mapping or null was expected")
-    r = Fields(values, f"{f.where}: {key}")
+    local_theta = f.number("rope_local_base_freq", None, low=1.0, high=MAX_THETA)
+    where = f"{f.where}: {key}"
     if any(isinstance(value, dict) for value in values.values()):
-        raise ModelError(f"{r.where} is given per layer type, one set for all layers is supported")
+        if local_theta is None or not values.keys() <= {"full_attention", "sliding_attention"}:
+            raise ModelError(f"{where} is given per layer type, one set for all layers is supported")
+        local = Fields(values.get("sliding_attention") or {}, f"{where}: sliding_attention")
+        local.choice("rope_type", ("default",), "default")
+        local_theta = local.number("rope_theta", local_theta, low=1.0, high=MAX_THETA)
+        values, where = values.get("full_attention") or {}, f"{where}: full_attention"
+    r = Fields(values, where)
     theta = r.number("rope_theta", None, low=1.0, high=MAX_THETA)
     if theta is None:
-        theta = f.number("rope_theta", 10000.0, low=1.0, high=MAX_THETA)
+        theta = f.number("rope_theta", low=1.0, high=MAX_THETA)
+    return Rope(theta, _hf_scaling(r, max_position), head_dim, local_theta)
+
+
+def _hf_scaling(r: Fields, max_position: int) -> RopeScaling | None:
     if r.number("partial_rotary_factor", 1.0) != 1.0:
         raise r.wrong("partial_rotary_factor", "only 1.0 is supported")
-
     kind_key = "rope_type" if "rope_type" in r else "type"
     kind = r.choice(kind_key, HF_TYPES, "default")
     if kind == "default":
-        return theta, None
+        return None
     factor = r.number("factor", low=1.0, high=MAX_FACTOR)
     if kind == "linear":
-        return theta, RopeScaling("linear", factor)
+        return RopeScaling("linear", factor)
     low = r.number("low_freq_factor", low=1e-6, high=MAX_FACTOR)
     high = r.number("high_freq_factor", low=1e-6, high=MAX_FACTOR)
     if high <= low:
         raise r.wrong("high_freq_factor", f"more than low_freq_factor, which is {low:g}, was expected")
     original = r.integer("original_max_position_embeddings", max_position, low=1)
-    return theta, RopeScaling("llama3", factor, low, high, original)
+    return RopeScaling("llama3", factor, low, high, original)
 
 
 def scaling_from_gguf(f: Fields, arch: str) -> RopeScaling | None:

@@ -16,6 +16,7 @@ from xinfer_vk.models.config import ModelConfig, config_from_gguf, config_from_h
 from xinfer_vk.models.rope_scaling import with_factors
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_file import PART_NAME, GGUFFile, read_gguf
+from xinfer_vk.weights.gguf_names import PERMUTED, hf_name
 from xinfer_vk.weights.mapped import read_small_file
 from xinfer_vk.weights.safetensors_file import (
     INDEX_NAME,
@@ -33,23 +34,6 @@ SINGLE_NAME = "model.safetensors"
 # Buffers that old checkpoints of these families carry and that the config already determines.
 KNOWN_EXTRA = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
-GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GGUF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -165,11 +149,12 @@ def _gguf_source(path: Path, name: str, gguf: GGUFFile) -> ModelSource:
         config = replace(
             config, rope_scaling=with_factors(config.rope_scaling, _rope_factors(factors, config), where)
         )
-    heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if config.architecture == "llama" else {}
+    architecture = config.architecture
+    heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if architecture in PERMUTED else {}
     tensors = {}
     for file_name, tensor in gguf.tensors.items():
-        hf_name, kind = _hf_name(file_name, where)
-        tensors[hf_name] = replace(tensor, name=hf_name, permuted_heads=heads.get(kind, 0))
+        name_in_hf, kind = hf_name(file_name, architecture, where)
+        tensors[name_in_hf] = replace(tensor, name=name_in_hf, permuted_heads=heads.get(kind, 0))
     return ModelSource(name, path, "gguf", tensors, config, gguf.metadata, gguf.bytes)
 
 
@@ -180,14 +165,3 @@ def _rope_factors(tensor: TensorInfo, config: ModelConfig) -> np.ndarray:
             f"floats of shape [{config.rotary_dim // 2}] were expected"
         )
     return as_f32(tensor.fmt, tensor.data)
-
-
-def _hf_name(name: str, where: str) -> tuple[str, str]:
-    """(Hugging Face's name, the kind of tensor) for a name of the GGUF specification."""
-    base, _, suffix = name.rpartition(".")
-    if base in GGUF_NAMES and suffix in ("weight", "bias"):
-        return f"{GGUF_NAMES[base]}.{suffix}", base
-    match = GGUF_LAYER.fullmatch(name)
-    if match is None or match[2] not in GGUF_LAYER_NAMES:
-        raise ModelError(f"{where}: the tensor {quoted(name)} has no place in a Llama or Qwen2 model")
-    return f"model.layers.{match[1]}.{GGUF_LAYER_NAMES[match[2]]}.{match[3]}", match[2]

@@ -1,0 +1,57 @@
+"""Names of tensors in GGUF files, and what they are called in Hugging Face's checkpoints.
+
+After the GGUF specification and llama.cpp's ``gguf-py/gguf/tensor_mapping.py``; one name can stand for
+different tensors in different architectures.
+"""
+
+from __future__ import annotations
+
+import re
+
+from xinfer_vk.errors import ModelError
+from xinfer_vk.fields import quoted
+
+# Architectures whose queries and keys llama.cpp's converter puts into interleaved RoPE order: those it
+# derives from Llama. See TensorInfo.permuted_heads.
+PERMUTED = ("llama", "smollm3", "granite")
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OTHER_LAYER_NAMES = {
+    "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+}
+LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+
+
+def hf_name(name: str, architecture: str, where: str) -> tuple[str, str]:
+    """(Hugging Face's name, the kind of tensor) for a name of the GGUF specification. Raises
+    :class:`ModelError` for one that no architecture here has; ``where`` names the file."""
+    base, _, suffix = name.rpartition(".")
+    if base in NAMES and suffix in ("weight", "bias"):
+        return f"{NAMES[base]}.{suffix}", base
+    match = LAYER.fullmatch(name)
+    names = {**LAYER_NAMES, **OTHER_LAYER_NAMES.get(architecture, {})}
+    if match is None or match[2] not in names:
+        raise ModelError(f"{where}: the tensor {quoted(name)} has no place in a {architecture} model")
+    return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}", match[2]
