@@ -81,6 +81,7 @@ def test_qwen2_5_0_5b_instruct_reads_as_published() -> None:
         heads=14,
         kv_heads=2,
         head_dim=64,
+        rotary_dim=64,
         vocab_size=151936,
         rms_norm_eps=1e-6,
         rope_theta=1e6,
@@ -202,17 +203,17 @@ def test_end_of_sequence_ids_come_from_both_files() -> None:
     ],
 )
 def test_a_sliding_window_without_effect_is_accepted(harmless: dict[str, Any]) -> None:
-    config_from_hf({**tiny_config("qwen2"), **harmless})
+    assert config_from_hf({**tiny_config("qwen2"), **harmless}).layer_windows == ()
 
 
 REFUSED_HF: list[tuple[dict[str, Any], str]] = [
     (
-        {"architectures": ["MistralForCausalLM"]},
-        "architectures is ['MistralForCausalLM'], supported: Qwen2ForCausalLM",
+        {"architectures": ["BertForMaskedLM"]},
+        "architectures is ['BertForMaskedLM'], supported: Qwen2ForCausalLM",
     ),
     ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'"),
     ({"architectures": [7]}, "architectures is [7]"),
-    ({"architectures": [], "model_type": "gemma"}, "model_type is 'gemma', supported: qwen2, llama"),
+    ({"architectures": [], "model_type": "gemma"}, "model_type is 'gemma', supported: qwen2, llama, qwen3"),
     ({"architectures": [], "model_type": ["qwen2"]}, "model_type is ['qwen2']"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported: silu"),
     ({"hidden_size": "64"}, "hidden_size is '64', an integer was expected"),
@@ -269,7 +270,10 @@ REFUSED_HF: list[tuple[dict[str, Any], str]] = [
         {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
         "a model that brings its own code is not supported",
     ),
-    ({"sliding_window": 64}, "sliding_window is 64 of 512 positions, and only full attention is supported"),
+    (
+        {"sliding_window": 64},
+        "sliding_window is 64 of 512 positions, and llama models are supported with full attention only",
+    ),
     ({"eos_token_id": 320}, "eos_token_id is 320, token ids from 0 to 319 were expected"),
     ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x']"),
     ({"eos_token_id": -1}, "eos_token_id is -1"),
@@ -287,15 +291,44 @@ def test_an_unsupported_value_is_refused_by_key_and_value(changes: dict[str, Any
     assert "\n" not in message
 
 
-def test_a_sliding_window_with_effect_is_refused() -> None:
-    for settings in (
-        {"sliding_window": 64, "max_window_layers": 1},
-        {"layer_types": ["sliding_attention"] * 2},
-    ):
-        with pytest.raises(ModelError, match="sliding_window is"):
-            config_from_hf(
-                {**tiny_config("qwen2"), "use_sliding_window": True, "sliding_window": 64, **settings}
-            )
+@pytest.mark.parametrize(
+    ("settings", "windows"),
+    [
+        ({"max_window_layers": 1}, (None, 64)),
+        ({"max_window_layers": 0}, (64, 64)),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, (64, None)),
+    ],
+)
+def test_windows_of_qwen2_are_by_layer(settings: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = config_from_hf(
+        {**tiny_config("qwen2"), "use_sliding_window": True, "sliding_window": 64, **settings}
+    )
+    assert config.layer_windows == windows
+
+
+NOT_SUPPORTED = [
+    ("GptOssForCausalLM", "attention sinks are"),
+    ("DeepseekV3ForCausalLM", "multi-head latent attention (MLA) is"),
+    ("MambaForCausalLM", "state-space layers are"),
+    ("GraniteMoeHybridForCausalLM", "state-space layers are"),
+    ("Qwen3NextForCausalLM", "linear-attention, convolution and recurrent layers are"),
+    ("T5ForConditionalGeneration", "encoder-decoder models are"),
+]
+
+
+@pytest.mark.parametrize(("name", "why"), NOT_SUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        config_from_hf({"architectures": [name]})
+    assert f"architectures is ['{name}'], {why} not supported; supported: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("gpt-oss", "sinks"), ("deepseek2", "MLA"), ("mamba2", "state-space")]
+)
+def test_what_is_not_supported_in_a_gguf_file_is_refused_by_name(name: str, why: str) -> None:
+    with pytest.raises(ModelError, match=f"general.architecture is '{name}', .*{why}.* not supported"):
+        config_from_gguf(gguf_metadata(name))
 
 
 @pytest.mark.parametrize(
@@ -381,7 +414,7 @@ def test_gguf_scaling_is_read() -> None:
 
 
 REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
-    ({"general.architecture": "gemma3"}, "general.architecture is 'gemma3', supported: llama, qwen2"),
+    ({"general.architecture": "bert"}, "general.architecture is 'bert', supported: llama, qwen2"),
     ({"general.architecture": None}, "the key 'general.architecture' is missing"),
     ({"llama.block_count": None}, "the key 'llama.block_count' is missing"),
     ({"llama.embedding_length": None}, "the key 'llama.embedding_length' is missing"),
@@ -396,7 +429,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn', supported: none, linear"),
     ({"llama.expert_count": 8}, "llama.expert_count is 8, only 0 is supported"),
-    ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096, it must be absent"),
+    ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5, it must be absent"),
     ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
     ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id is 320, token ids from 0 to 319"),
 ]

@@ -265,10 +265,19 @@ def test_a_directory_with_one_gguf_file_is_that_model(tmp_path: Path) -> None:
 
 def test_a_tensor_without_a_place_in_the_family_is_refused(tmp_path: Path) -> None:
     def extra(writer: Any) -> None:
-        writer.add_tensor("blk.0.attn_q_norm.weight", np.ones(16, np.float32))
+        writer.add_tensor("blk.0.ssm_in.weight", np.ones(16, np.float32))
 
     write_gguf_model(tmp_path / "m.gguf", tiny_config("qwen2"), extra=extra)
-    with pytest.raises(ModelError, match=r"'blk\.0\.attn_q_norm\.weight' has no place"):
+    with pytest.raises(ModelError, match=r"'blk\.0\.ssm_in\.weight' has no place in a qwen2 model"):
+        open_model(tmp_path / "m.gguf")
+
+
+def test_two_tensors_for_one_place_are_refused(tmp_path: Path) -> None:
+    def extra(writer: Any) -> None:
+        writer.add_tensor("blk.0.post_attention_norm.weight", np.ones(64, np.float32))
+
+    write_gguf_model(tmp_path / "m.gguf", tiny_config("qwen2"), extra=extra)
+    with pytest.raises(ModelError, match=r"and another are both a model\.layers\.0\.post_attention_l"):
         open_model(tmp_path / "m.gguf")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf_families import write_gguf_of
 from model_files import K_SIZES, tiny_config, write_gguf_model, write_hf_model
 
 from xinfer_vk.cache import KVCache
@@ -25,6 +26,11 @@ from xinfer_vk.weights.source import open_model
 
 MODELS = sorted(p.parent for p in (Path(__file__).parent / "fixtures" / "models").glob("*/reference.npz"))
 TOLERANCE = 1e-4
+# What the format cannot say.
+NOT_IN_GGUF = {
+    "llama3-rope-gqa8": "llama3's scaling is a tensor in GGUF: test_config.py",
+    "qwen2-window-from-layer-1": "GGUF has no windows for Qwen2",
+}
 CHUNKINGS = [1, 5, 32, None]  # prefill chunk sizes; None: the whole prompt
 
 
@@ -94,6 +100,16 @@ def worst(got: np.ndarray, want: np.ndarray) -> float:
 def test_numpy_logits_equal_transformers(reference: tuple[Path, np.ndarray, np.ndarray]) -> None:
     path, token_ids, want = reference
     assert worst(Loaded(NumpyRuntime(), path).logits(token_ids, None), want) <= TOLERANCE
+
+
+def test_logits_of_the_same_model_in_a_gguf_file_equal_transformers(
+    tmp_path: Path, reference: tuple[Path, np.ndarray, np.ndarray]
+) -> None:
+    path, token_ids, want = reference
+    if (why := NOT_IN_GGUF.get(path.name)) is not None:
+        pytest.skip(why)
+    write_gguf_of(path, tmp_path / "m.gguf")
+    assert worst(Loaded(NumpyRuntime(), tmp_path / "m.gguf").logits(token_ids, None), want) <= TOLERANCE
 
 
 def test_device_logits_equal_transformers(

@@ -154,9 +154,7 @@ def config_from_hf(
     layers = f.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
     hidden = f.integer("hidden_size", low=1, high=MAX_WIDTH)
     max_position = f.integer("max_position_embeddings", low=1, high=MAX_CONTEXT)
-    heads, kv_heads, head_dim = _heads(
-        f, "num_attention_heads", "num_key_value_heads", ("head_dim",), hidden
-    )
+    heads, kv_heads, head_dim = _heads(f, "num_attention_heads", "num_key_value_heads", ("head_dim",), hidden)
     attention_bias = architecture != "qwen2" and f.flag("attention_bias", False)
     vocab_size = f.integer("vocab_size", low=1, high=MAX_VOCABULARY)
     generation = Fields(generation_config or {}, where.replace("config.json", "generation_config.json"))

@@ -101,7 +101,9 @@ def attend(g: Graph, index: int) -> None:
     if c.rope(index) is not None:
         g.rope(q, heads=c.heads + c.kv_heads)  # keys follow the queries in memory
     g.append_kv(index, k, v)
-    g.attention(index, q, act.attended)
+    g.attention(
+        index, q, act.attended, window=c.window(index), softcap=c.attention_softcap, scale=c.attention_scale
+    )
 
 
 def mlp_block(g: Graph, layer: Layer) -> None:

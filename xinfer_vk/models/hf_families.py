@@ -80,7 +80,7 @@ def hf_family(name: str) -> HFFamily | None:
 
 # Why a class or model type is not supported, by a part of its name in lower case, the first that fits.
 UNSUPPORTED: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("gptoss", "gpt_oss"), "attention sinks are not supported"),
+    (("gptoss", "gpt_oss", "gpt-oss"), "attention sinks are not supported"),
     (
         ("deepseek", "minicpm3", "kimik2", "kimi_k2", "longcat", "glm4moelite", "glm4_moe_lite", "axk1"),
         "multi-head latent attention (MLA) is not supported",
@@ -91,8 +91,8 @@ UNSUPPORTED: tuple[tuple[tuple[str, ...], str], ...] = (
         "state-space layers are not supported",
     ),
     (
-        ("qwen3next", "qwen3_next", "qwen3_5", "minimax", "kimilinear", "kimi_linear", "rwkv", "recurrentgemma",
-         "recurrent_gemma", "lfm2", "retnet", "xlstm", "olmohybrid", "olmo_hybrid"),
+        ("qwen3next", "qwen3_next", "qwen3_5", "minimax", "kimilinear", "kimi_linear", "rwkv", "lfm2",
+         "recurrentgemma", "recurrent_gemma", "retnet", "xlstm", "olmohybrid", "olmo_hybrid"),
         "linear-attention, convolution and recurrent layers are not supported",
     ),
     (

@@ -46,7 +46,9 @@ RMSNORM = Tolerance(
 )
 
 
-def _rmsnorm(dim: int, used: int, rows: int, scale: float = 1.0, gather: bool = False) -> Build:
+def _rmsnorm(
+    dim: int, used: int, rows: int, scale: float = 1.0, gather: bool = False, add: bool = False
+) -> Build:
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(dim)
         outputs = tuple(int(i) for i in rng.permutation(used)[: max(1, used // 2)]) if gather else ()
@@ -57,9 +59,31 @@ def _rmsnorm(dim: int, used: int, rows: int, scale: float = 1.0, gather: bool = 
         bench.write(x, 4, _rows(rng, used, dim, x_stride, scale))
         weight = bench.filled("weight", rng.standard_normal(dim + 2).astype(np.float32), BufferKind.WEIGHTS)
         y = bench.buffer("y", 2 + rows * y_stride)
+        if add:
+            bench.write(y, 2, _rows(rng, used, dim, y_stride))
         return rmsnorm(
             bench.profile, Ref(x, 4), x_stride, Ref(weight, 2), Ref(y, 2), y_stride, dim, 1e-5, rows, state,
-            gather,
+            gather, add,
+        )  # fmt: skip
+
+    return build
+
+
+def _rmsnorm_heads(dim: int, heads: int, kv_heads: int, used: int, rows: int) -> Build:
+    """Query heads and key heads side by side, in place, each kind with its weight."""
+
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(dim)
+        stride = (heads + kv_heads) * dim + 7
+        state = Batch(((0, used),), used).state_buffer(bench)
+        x = bench.filled("x", np.full(3 + rows * stride, np.nan, np.float32))
+        bench.write(x, 3, _rows(rng, used, (heads + kv_heads) * dim, stride))
+        weight = bench.filled(
+            "weight", rng.standard_normal(2 * dim + 5).astype(np.float32), BufferKind.WEIGHTS
+        )
+        return rmsnorm(
+            bench.profile, Ref(x, 3), stride, Ref(weight, dim + 4), Ref(x, 3), stride, dim, 1e-5, rows, state,
+            vectors=heads, rest=(Ref(weight, 1), kv_heads),
         )  # fmt: skip
 
     return build
@@ -208,6 +232,9 @@ def _cases() -> list[Case]:
         ("large values", _rmsnorm(577, 3, 4, scale=1e15)),
         ("tiny values", _rmsnorm(577, 3, 4, scale=1e-12)),
         ("gathered rows", _rmsnorm(65, 33, 33, gather=True)),
+        ("added", _rmsnorm(65, 3, 4, add=True)),
+        ("heads of 24 dims, in place", _rmsnorm_heads(24, 3, 2, 2, 3)),
+        ("heads of 256 dims, in place", _rmsnorm_heads(256, 4, 1, 5, 8)),
     ):
         cases += kernel_cases("rmsnorm", name, build, RMSNORM, classes=OWN_AND_GPU)
     for heads, head_dim, rotary_dim, batch, quick in (

@@ -154,6 +154,8 @@ def _gguf_source(path: Path, name: str, gguf: GGUFFile) -> ModelSource:
     tensors = {}
     for file_name, tensor in gguf.tensors.items():
         name_in_hf, kind = hf_name(file_name, architecture, where)
+        if name_in_hf in tensors:
+            raise ModelError(f"{where}: {quoted(file_name)} and another are both a {name_in_hf}")
         tensors[name_in_hf] = replace(tensor, name=name_in_hf, permuted_heads=heads.get(kind, 0))
     return ModelSource(name, path, "gguf", tensors, config, gguf.metadata, gguf.bytes)
 
