@@ -29,14 +29,15 @@ const uint PER_LANE = TOKENS / 16u;
 
 shared vec4 tile_w[COLUMNS * W_STRIDE];
 shared float tile_x[COLUMNS * X_STRIDE];
+shared uint x_start[TOKENS]; // words: where the tokens' rows of x begin
 
-void load_w(uint block) {
+void load_w(uint w_at, uint block) {
     const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols), units = UNITS(p.cols);
     const uint last_group = (p.rows - 1u) / 8u;
     for (uint i = gl_LocalInvocationID.x; i < BLOCK_UNITS * QUADS; i += gl_WorkGroupSize.x) {
         const uint h = i & 1u, k = (i >> 1u) % BLOCK_UNITS, g = (i >> 1u) / BLOCK_UNITS;
         const uint group = min(gl_WorkGroupID.x * 8u + g, last_group); // rows beyond are not stored
-        const uint quad = p.w_offset / 4u + group * row_words * 2u + h;
+        const uint quad = w_at / 4u + group * row_words * 2u + h;
         const uint unit = block * BLOCK_UNITS + k;
         uvec4 raw[RAW];
         if (unit < units)
@@ -66,7 +67,7 @@ void load_x_tile(uint block, uint t0, uint used) {
     for (uint i = gl_LocalInvocationID.x; i < COLUMNS / 4u * TOKENS; i += gl_WorkGroupSize.x) {
         const uint c = (i & 7u) * 4u, t = i >> 3u;
         const uint first = block * COLUMNS + c;
-        const uint at = p.x_offset + (t0 + t) * p.x_stride + first;
+        const uint at = x_start[t] + first;
         vec4 v = vec4(0.0); // unused rows and columns beyond the last are not read
         if (t0 + t < used) {
             if (first + 4u <= p.cols)
@@ -82,16 +83,19 @@ void load_x_tile(uint block, uint t0, uint used) {
 }
 
 void main() {
-    const uint t0 = gl_WorkGroupID.y * TOKENS;
-    const uint used = state[p.count_at];
+    const Tile tile = find_tile();
+    const uint t0 = tile.first, used = tile.end;
     if (t0 >= used)
         return; // the whole workgroup: used is the same for all
     const uint quad = gl_LocalInvocationID.x % QUADS, slot = gl_LocalInvocationID.x / QUADS;
     vec4 acc[PER_LANE];
     [[unroll]] for (uint i = 0u; i < PER_LANE; i++)
         acc[i] = vec4(0.0);
+    for (uint t = gl_LocalInvocationID.x; t < TOKENS; t += gl_WorkGroupSize.x)
+        x_start[t] = p.x_offset + x_row(min(t0 + t, used - 1u)) * p.x_stride;
+    barrier();
     for (uint block = 0u; block * COLUMNS < p.cols; block++) {
-        load_w(block);
+        load_w(tile.weights, block);
         load_x_tile(block, t0, used);
         barrier();
         [[dont_unroll]] for (uint c0 = 0u; c0 < COLUMNS; c0 += 4u)

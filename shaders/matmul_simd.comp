@@ -67,19 +67,19 @@ layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are mu
 void main() {
     const uint lane = gl_LocalInvocationID.x;
     const uint row = gl_WorkGroupID.x * 32u + lane * 4u;
-    const uint t0 = gl_WorkGroupID.y * TOKENS;
-    const uint used = state[p.count_at];
+    const Tile tile = find_tile();
+    const uint t0 = tile.first, used = tile.end;
     const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols);
     // Lanes beyond the last group of rows work on the last one and store nothing.
     const uint group = min(row / 8u, (p.rows - 1u) / 8u);
-    const uint quad = p.w_offset / 4u + group * row_words * 2u + (lane & 1u); // word k: w[quad + 2k]
+    const uint quad = tile.weights / 4u + group * row_words * 2u + (lane & 1u); // word k: w[quad + 2k]
 
     vec4 acc[TOKENS];
     uint x_at[TOKENS];
     const vec4 start = load_bias(row);
     FOR_TOKENS {
         acc[t] = start;
-        x_at[t] = p.x_offset + min(t0 + t, max(used, 1u) - 1u) * p.x_stride; // unused rows are not read
+        x_at[t] = p.x_offset + x_row(min(t0 + t, max(used, 1u) - 1u)) * p.x_stride; // unused rows are not read
     }
     const uint blocks = t0 < used ? p.cols / 32u : 0u;
 #ifdef SUPER

@@ -57,20 +57,20 @@ void load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
 }
 
 void main() {
-    const uint t0 = gl_WorkGroupID.y * TOKENS;
-    const uint used = state[p.count_at];
+    const Tile tile = find_tile();
+    const uint t0 = tile.first, used = tile.end;
     if (t0 >= used)
         return; // the whole workgroup: used is the same for all
     const uint lane = gl_LocalInvocationID.x, slots = gl_WorkGroupSize.x / 2u;
     const uint row_words = ROW_WORDS(p.cols), units = UNITS(p.cols);
-    const uint quad = p.w_offset / 4u + gl_WorkGroupID.x * row_words * 2u + (lane & 1u); // word k: w[quad + 2k]
+    const uint quad = tile.weights / 4u + gl_WorkGroupID.x * row_words * 2u + (lane & 1u); // word k: w[quad + 2k]
     const uint first = quad + 2u * DATA_FIRST(p.cols);
 
     vec4 acc[TOKENS];
     uint x_at[TOKENS];
     FOR_TOKENS {
         acc[t] = vec4(0.0);
-        x_at[t] = p.x_offset + min(t0 + t, used - 1u) * p.x_stride; // unused rows are not read
+        x_at[t] = p.x_offset + x_row(min(t0 + t, used - 1u)) * p.x_stride; // unused rows are not read
     }
     for (uint k0 = lane / 2u; k0 < units; k0 += IN_FLIGHT * slots) {
         uvec4 raw[IN_FLIGHT][RAW];

@@ -92,7 +92,7 @@ class Setup:
             parts.append(Part(at.buffer, at.offset, first, last - first))
         x = put("x", BufferKind.SCRATCH, self.x, 4 + p.gap)
         y_values = np.full((p.tokens, y_stride), POISON)
-        if p.epilogue == "add":
+        if p.epilogue in ("add", "gated"):
             y_values[:, : p.width] = self.before
         y = put("y", BufferKind.SCRATCH, y_values, 3)
         state_values = np.zeros(st.BLOCK_TABLE, np.uint32)
@@ -149,6 +149,10 @@ class Setup:
             v = silu * up
             tolerance = 1.1 * gate_tol * (np.abs(up) + up_tol) + np.abs(silu) * up_tol
             tolerance = tolerance + np.abs(v) * 2 * EPS * (8 + 2 * np.abs(gate)) + 1e-30
+        elif p.epilogue == "gated":
+            gate = self.before[: p.used].astype(np.float64)
+            silu = gate / (1 + np.exp(-gate))
+            v, tolerance = silu * v, np.abs(silu) * (tolerance + np.abs(v) * 2 * EPS * (8 + 2 * np.abs(gate)))
         return v, tolerance
 
 
@@ -212,7 +216,7 @@ def test_products_need_no_subgroup_of_eight(fmt: str, runtime: Any) -> None:
     check(Product(fmt, 34, cols_for(fmt, 3), 4, 4, "swiglu", bias=True, gap=1), runtime, profile)
 
 
-@pytest.mark.parametrize("epilogue", ("store", "add", "swiglu"))
+@pytest.mark.parametrize("epilogue", ("store", "add", "swiglu", "gated"))
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_bias_and_epilogues_equal_float64(
     fmt: str, epilogue: str, runtime: Any, profile: DeviceProfile
@@ -297,7 +301,7 @@ def reference() -> Iterator[NumpyRuntime]:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_the_oracle_equals_float64(fmt: str, reference: NumpyRuntime) -> None:
     for i, rows in enumerate(SIZES):
-        for epilogue in ("store", "add", "swiglu"):
+        for epilogue in ("store", "add", "swiglu", "gated"):
             even = rows + rows % 2 if epilogue == "swiglu" else rows
             product = Product(fmt, even, cols_for(fmt, i), 5, 4, epilogue, bias=i % 2 == 0)
             check(product, reference, reference.profile)

@@ -1,4 +1,5 @@
-// What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, or through SwiGLU.
+// What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, or through SwiGLU (gate and
+// up in one matrix; or y holds the gate, and the product is up: GATED).
 // W lies in the x8 layout; see include/formats.glsl, which must be included first. ALIGNED is a
 // specialization constant, EPILOGUE_LOOP what to do with a loop of four: [[unroll]] or [[dont_unroll]].
 layout(set = 0, binding = 1) readonly buffer X { vec4 x[]; };   // [tokens][x_stride] floats at x_offset
@@ -17,10 +18,17 @@ layout(push_constant) uniform Push {
     uint bias_offset; // words
     uint has_bias;
     uint epilogue;    // STORE, ADD, SWIGLU
-    uint count_at;    // word of the state buffer with the number of rows of x in use
+    uint count_at;    // word of the state buffer with the number of rows of x in use (EXPERTS: of tiles)
+    uint expert_words; // EXPERTS: words from an expert's weights to the next one's
+    uint first_expert; // EXPERTS: the first of this part
+    uint experts;      // EXPERTS: how many are in this part
+    uint x_share;      // EXPERTS: rows of y that are made of one row of x
 } p;
+layout(constant_id = 3) const uint EXPERTS = 0u; // 1: W is chosen for every tile of rows, see rows.glsl
 
-const uint STORE = 0u, ADD = 1u, SWIGLU = 2u;
+const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u;
+
+#include "rows.glsl"
 
 // x is declared as vec4 so that a lane can load four values at once; where the rows of x do not begin
 // at multiples of four words (ALIGNED == 0) the same four are picked one by one.
@@ -51,11 +59,13 @@ void store(uint row, uint t, vec4 v) {
         first /= 2u;
         count /= 2u;
     }
-    first += p.y_offset + t * p.y_stride;
+    first += p.y_offset + y_row(t) * p.y_stride;
     EPILOGUE_LOOP for (uint c = 0u; c < count; c++) {
         float a = v[c];
         if (p.epilogue == ADD)
             a += y[first + c];
+        else if (p.epilogue == GATED)
+            a *= silu(y[first + c]);
         y[first + c] = a;
     }
 }

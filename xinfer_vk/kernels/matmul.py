@@ -3,13 +3,15 @@
 Weights stay in their format (:data:`xinfer_vk.kernels.layout.FORMATS`) in the x8 layout and are decoded
 in the kernels; arithmetic is f32 and activations are not quantized. Epilogues: ``store``; ``add``, the
 residual connection; ``swiglu`` (Shazeer 2020), which takes rows in pairs gate, up, gate, up, … and
-stores ``silu(gate) * up``.
+stores ``silu(gate) * up``; ``gated``, which multiplies by ``silu(y)`` of what y holds, a gate.
 
 Three shader families, chosen by :func:`linear` from the device and the number of token rows:
 
 - ``matmul_simd`` for CPU devices, any number of rows: no shared memory, no barriers;
 - ``matvec`` for GPUs and few rows (decode): the inner dimension is split over a workgroup;
 - ``matmul`` for GPUs and many rows (prefill): tiles decoded into shared memory.
+
+The same shaders multiply by the experts of a mixture: :mod:`xinfer_vk.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ from xinfer_vk.kernels.swiglu import silu
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
-EPILOGUES = ("store", "add", "swiglu")
+EPILOGUES = ("store", "add", "swiglu", "gated")
 COUNTS = {"tokens": state_words.N_TOKENS, "outputs": state_words.N_OUTPUTS}
 
 BINDINGS = ("w", "x", "y", "state", "bias")
 PARAMS = (
     "w_offset:u", "rows:u", "cols:u", "first_row:u", "x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u",
-    "bias_offset:u", "has_bias:u", "epilogue:u", "count_at:u",
+    "bias_offset:u", "has_bias:u", "epilogue:u", "count_at:u", "expert_words:u", "first_expert:u",
+    "experts:u", "x_share:u",
 )  # fmt: skip
+NO_EXPERTS = {"expert_words": 0, "first_expert": 0, "experts": 0, "x_share": 1}
 
 # matmul_simd: 8 lanes hold 32 rows.
 SIMD_LANES, SIMD_ROWS, SIMD_TOKENS = 8, 32, 8
@@ -54,24 +58,31 @@ def _oracle(fmt: str) -> Callable[[OracleCall], None]:
 
         weights = call.cached(("w", fmt, p.w_offset, p.rows, p.cols), dense)  # [rows, cols]
         tokens = int(call.u32("state")[p.count_at])
-        x = _rows(call.f32("x"), p.x_offset, p.x_stride, tokens, p.cols)
+        x = rows_view(call.f32("x"), p.x_offset, p.x_stride, tokens, p.cols)
         v = x @ weights.T  # [tokens, rows], accumulated in float32 by the BLAS
         if p.has_bias:
             first = p.bias_offset + p.first_row
             v += call.f32("bias")[first : first + p.rows]
-        if EPILOGUES[p.epilogue] == "swiglu":
-            pairs = p.rows // 2
-            gate, up = v[:, 0 : 2 * pairs : 2], v[:, 1 : 2 * pairs : 2]
-            first = p.y_offset + p.first_row // 2
-            _rows(call.f32("y"), first, p.y_stride, tokens, pairs)[:] = silu(gate) * up
-            return
-        y = _rows(call.f32("y"), p.y_offset + p.first_row, p.y_stride, tokens, p.rows)
-        y[:] = y + v if EPILOGUES[p.epilogue] == "add" else v
+        swiglu = EPILOGUES[p.epilogue] == "swiglu"
+        first, width = (p.first_row // 2, p.rows // 2) if swiglu else (p.first_row, p.rows)
+        y = rows_view(call.f32("y"), p.y_offset + first, p.y_stride, tokens, width)
+        y[:] = apply_epilogue(p.epilogue, v, y)
 
     return oracle
 
 
-def _rows(words: np.ndarray, offset: int, stride: int, rows: int, cols: int) -> np.ndarray:
+def apply_epilogue(index: int, v: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What is stored for the products ``v`` where ``y`` was."""
+    name = EPILOGUES[index]
+    if name == "swiglu":
+        pairs = y.shape[1]
+        return silu(v[:, 0 : 2 * pairs : 2]) * v[:, 1 : 2 * pairs : 2]
+    if name == "gated":
+        return silu(y) * v
+    return y + v if name == "add" else v
+
+
+def rows_view(words: np.ndarray, offset: int, stride: int, rows: int, cols: int) -> np.ndarray:
     """A view [rows, cols] of a matrix in a flat buffer."""
     if not rows:
         return words[:0].reshape(0, cols)
@@ -97,8 +108,9 @@ def _up_to(tokens: int, sizes: Sequence[int]) -> int:
 
 
 def _tile_bytes(tokens: int) -> int:
-    """Shared memory of a matmul workgroup: a tile of W and one of x, 32 columns each, rows padded by one."""
-    return 32 * ((TILE_ROWS // 4 + 1) * 16 + (tokens + 1) * 4)
+    """Shared memory of a matmul workgroup: a tile of W and one of x, 32 columns each, rows padded by one, and
+    where the rows of x begin."""
+    return 32 * ((TILE_ROWS // 4 + 1) * 16 + (tokens + 1) * 4) + tokens * 4
 
 
 def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
@@ -106,7 +118,7 @@ def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple
     # A shuffle needs the 8 lanes of a workgroup in one subgroup.
     in_one = profile.subgroup_size >= SIMD_LANES and "subgroup_shuffle" in profile.features
     broadcast = "subgroup" if in_one else "none"
-    spec = (("local_size", SIMD_LANES), ("tokens", tile), ("aligned", int(aligned)))
+    spec = (("local_size", SIMD_LANES), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
     return _kernel("matmul_simd", fmt, broadcast, spec), SIMD_ROWS, tile
 
 
@@ -116,15 +128,26 @@ def _matvec(
     tile = _up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
     lanes = _up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
     lanes = min(lanes, MATVEC_SHARED // tile)  # a vec4 a lane and token
-    spec = (("local_size", lanes), ("tokens", tile), ("aligned", int(aligned)))
+    spec = (("local_size", lanes), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
     return _kernel("matvec", fmt, "", spec), MATVEC_ROWS, tile
 
 
 def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
     fitting = [tile for tile in TILE_TOKENS if _tile_bytes(tile) <= profile.max_shared_bytes]
     tile = _up_to(tokens, fitting)
-    spec = (("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)))
+    spec = (("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
     return _kernel("matmul", fmt, "", spec), TILE_ROWS, tile
+
+
+def choose(
+    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool
+) -> tuple[Kernel, int, int]:
+    """(kernel, rows of W a workgroup computes, tokens it computes them for) for ``tokens`` rows of x."""
+    if profile.simd:
+        return _simd(profile, fmt, tokens, aligned)
+    if tokens <= MATVEC_TOKENS:
+        return _matvec(profile, fmt, cols, tokens, aligned)
+    return _matmul(profile, fmt, tokens, aligned)
 
 
 def linear(
@@ -160,12 +183,7 @@ def linear(
         raise ValueError(f"count {count!r} does not exist (there are: {', '.join(COUNTS)})")
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
-    if profile.simd:
-        kernel, tile_rows, tile_tokens = _simd(profile, fmt, tokens, aligned)
-    elif tokens <= MATVEC_TOKENS:
-        kernel, tile_rows, tile_tokens = _matvec(profile, fmt, cols, tokens, aligned)
-    else:
-        kernel, tile_rows, tile_tokens = _matmul(profile, fmt, tokens, aligned)
+    kernel, tile_rows, tile_tokens = choose(profile, fmt, cols, tokens, aligned)
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue == "swiglu" and part.rows % 2):
@@ -186,6 +204,7 @@ def linear(
             "has_bias": int(bias is not None),
             "epilogue": EPILOGUES.index(epilogue),
             "count_at": COUNTS[count],
+            **NO_EXPERTS,
         }
         buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state}
         buffers["bias"] = bias.buffer if bias else state
