@@ -18,7 +18,7 @@
 layout(local_size_x_id = 0) in; // spec: local_size, a power of two
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
-#define GROUP_CONSTANT 3
+#define GROUP_CONSTANT 4
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"
