@@ -80,7 +80,7 @@ def test_the_first_space_is_dropped_as_the_decoder_does() -> None:
 
 @every_tokenizer
 def test_special_tokens_are_shown_only_when_wanted(tokenizer: Tokenizer) -> None:
-    (end,) = tokenizer.eos_ids
+    end = max(tokenizer.eos_ids)
     ids = [*tokenizer.encode("a", parse_special=False, add_bos=False), end]
     assert "".join(stream(tokenizer, ids)) == "a"
     assert (

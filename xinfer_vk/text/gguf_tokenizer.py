@@ -1,26 +1,36 @@
 """Builds the tokenizer that a GGUF file describes in its metadata.
 
-The file lists the tokens, their types, and the merges of a byte-level BPE, and names the rest: the
-pre-tokenizer (:mod:`xinfer_vk.text.pretokenizers`) and the special tokens' ids. Keys as in
+The file lists the tokens and their types (:mod:`xinfer_vk.text.gguf_vocabulary`) and the special tokens' ids.
+A byte-level BPE has its merges too, and the name of its pre-tokenizer (:mod:`xinfer_vk.text.pretokenizers`);
+SentencePiece's tokenizers have scores (:mod:`xinfer_vk.text.gguf_sentencepiece`). Keys as in
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import Fields, quoted
+from xinfer_vk.text.gguf_sentencepiece import sentencepiece_backend
+from xinfer_vk.text.gguf_vocabulary import (
+    CONTROL,
+    TOKENS,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    read_vocabulary,
+    texts,
+)
 from xinfer_vk.text.guard import guarded
 from xinfer_vk.text.pieces import BYTE_LEVEL
 from xinfer_vk.text.pretokenizers import PreTokenization, pre_tokenization
 from xinfer_vk.text.tokenizer import Tokenizer
 
-TOKENS, TYPES, MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"
-
-# Types of tokens.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+MERGES = "tokenizer.ggml.merges"
 
 # Templates' name of a token, and the key that has its id.
 NAMED_TOKENS = {
@@ -33,7 +43,24 @@ NAMED_TOKENS = {
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 # Files written before there was a key for the end of a turn say it by the token's name only.
-END_OF_TURN_NAMES = ("<|eot_id|>", "<|im_end|>")
+END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What holds for a kind of tokenizer unless the file says otherwise: the ids of named tokens, and whether
+    a begin and an end of sequence go with every text. As in llama.cpp."""
+
+    ids: Mapping[str, int]
+    add_bos: bool
+    add_eos: bool
+
+
+KINDS = {
+    "gpt2": Kind({}, False, False),  # byte-level BPE
+    "llama": Kind({"bos_token": 1, "eos_token": 2, "unk_token": 0}, True, False),  # SentencePiece's BPE
+    "t5": Kind({"eos_token": 1, "unk_token": 2, "pad_token": 0}, False, True),  # SentencePiece's Unigram
+}
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
@@ -45,28 +72,36 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     fields = Fields(metadata, where)
     if "tokenizer.ggml.model" not in fields:
         raise ModelError(f"{where}: has no tokenizer: the key 'tokenizer.ggml.model' is missing")
-    kind = fields.text("tokenizer.ggml.model")
-    if kind != "gpt2":
-        known = {"llama": " (SentencePiece)", "bert": " (WordPiece)", "t5": " (Unigram)"}.get(kind, "")
+    name = fields.text("tokenizer.ggml.model")
+    if name not in KINDS:
+        known = " (WordPiece)" if name == "bert" else ""
         raise ModelError(
-            f"{where}: tokenizer.ggml.model is {quoted(kind)}{known}, supported: gpt2 (byte-level BPE)"
+            f"{where}: tokenizer.ggml.model is {quoted(name)}{known}, supported: gpt2 (byte-level BPE), "
+            "llama (SentencePiece), t5 (Unigram)"
         )
-    pre = fields.text("tokenizer.ggml.pre") if "tokenizer.ggml.pre" in fields else None
-    rules = pre_tokenization(pre, where)
-    tokens = _texts(fields, TOKENS)
-    types = _types(fields, len(tokens))
-    ids = _numbered(tokens, types, where)
-    backend = _backend(tokens, types, ids, _merges(fields, ids), rules, where)
+    kind = KINDS[name]
+    named: dict[str, int | None]
+    if name == "gpt2":
+        pre = fields.text("tokenizer.ggml.pre") if "tokenizer.ggml.pre" in fields else None
+        rules = pre_tokenization(pre, where)
+        vocabulary = read_vocabulary(fields)
+        named = _named(fields, kind, len(vocabulary.tokens))
+        backend, pieces = _byte_level(fields, vocabulary, rules), BYTE_LEVEL
+        kind = dataclasses.replace(kind, add_bos=rules.add_bos)
+    else:
+        vocabulary = read_vocabulary(fields)
+        named = _named(fields, kind, len(vocabulary.tokens))
+        backend, pieces = sentencepiece_backend(fields, vocabulary, named["unk_token"])
 
-    named = {name: _token_id(fields, key, len(tokens)) for name, key in NAMED_TOKENS.items()}
-    add_bos = fields.flag("tokenizer.ggml.add_bos_token", rules.add_bos)
-    add_eos = fields.flag("tokenizer.ggml.add_eos_token", False)
-    ends = {_token_id(fields, key, len(tokens)) for key in END_KEYS}
+    tokens, types, ids = vocabulary.tokens, vocabulary.types, vocabulary.ids
+    add_bos = fields.flag("tokenizer.ggml.add_bos_token", kind.add_bos)
+    add_eos = fields.flag("tokenizer.ggml.add_eos_token", kind.add_eos)
+    ends = {_token_id(fields, key, None, len(tokens)) for key in END_KEYS} | {named["eos_token"]}
     if "tokenizer.ggml.eot_token_id" not in fields:
-        ends |= {i for i in map(ids.get, END_OF_TURN_NAMES) if i is not None and types[i] == CONTROL}
+        ends |= {i for i in map(ids.get, END_NAMES) if i is not None and types[i] == CONTROL}
     return Tokenizer(
         backend,
-        BYTE_LEVEL,
+        pieces,
         where,
         prefix=[_required(fields, "bos", named)] if add_bos else [],
         suffix=[_required(fields, "eos", named)] if add_eos else [],
@@ -78,52 +113,20 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
 
 def named_texts(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The texts of the special tokens that have a name, ``{"bos_token": "<|im_start|>", …}``."""
-    tokens = metadata.get(TOKENS)
+    tokens, kind = metadata.get(TOKENS), metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list):
         return {}
-    ids = {name: metadata.get(key) for name, key in NAMED_TOKENS.items()}
+    default = KINDS[kind].ids if isinstance(kind, str) and kind in KINDS else {}
+    ids = {
+        name: default.get(name) if (i := metadata.get(key)) is None else i
+        for name, key in NAMED_TOKENS.items()
+    }
     known = {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
     return {name: text for name, text in known.items() if isinstance(text, str)}
 
 
-def _texts(fields: Fields, key: str) -> list[str]:
-    values = fields.raw(key)
-    if not isinstance(values, list) or not values or set(map(type, values)) != {str}:
-        raise fields.wrong(key, "a list of texts was expected")
-    return values
-
-
-def _types(fields: Fields, count: int) -> list[int]:
-    """The type of every token; all normal if the file does not say."""
-    if TYPES not in fields:
-        return [NORMAL] * count
-    types = fields.raw(TYPES)
-    if not isinstance(types, list) or set(map(type, types)) - {int}:
-        raise fields.wrong(TYPES, "a list of numbers was expected")
-    if len(types) != count:
-        raise ModelError(f"{fields.where}: {TYPES} has {len(types)} entries for {count} tokens")
-    wrong = set(types) - {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}
-    if wrong:
-        raise ModelError(f"{fields.where}: {TYPES} has the type {min(wrong)}, known are {NORMAL} to {BYTE}")
-    return types
-
-
-def _numbered(tokens: list[str], types: list[int], where: str) -> dict[str, int]:
-    """Token to id. Unused entries only fill up the embedding, they are no tokens."""
-    if UNUSED in types:
-        ids = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-        count = len(types) - types.count(UNUSED)
-    else:
-        ids = dict(zip(tokens, range(len(tokens))))
-        count = len(tokens)
-    if "" in ids:
-        raise ModelError(f"{where}: {TOKENS} has an empty token, id {ids['']}")
-    if len(ids) != count:
-        first: dict[str, int] = {}
-        for i, token in enumerate(tokens):
-            if types[i] != UNUSED and first.setdefault(token, i) != i:
-                raise ModelError(f"{where}: {TOKENS} has {quoted(token)} twice, as {first[token]} and {i}")
-    return ids
+def _named(fields: Fields, kind: Kind, count: int) -> dict[str, int | None]:
+    return {name: _token_id(fields, key, kind.ids.get(name), count) for name, key in NAMED_TOKENS.items()}
 
 
 def _merges(fields: Fields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -131,7 +134,7 @@ def _merges(fields: Fields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     if fields.raw(MERGES, []) == []:
         return []
     merges = []
-    for rank, text in enumerate(_texts(fields, MERGES)):
+    for rank, text in enumerate(texts(fields, MERGES)):
         left, _, right = text.partition(" ")
         if left not in ids or right not in ids or left + right not in ids:
             raise ModelError(
@@ -149,17 +152,12 @@ def _merges(fields: Fields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     return merges
 
 
-def _backend(
-    tokens: list[str],
-    types: list[int],
-    ids: dict[str, int],
-    merges: list[tuple[str, str]],
-    rules: PreTokenization,
-    where: str,
-) -> Any:
+def _byte_level(fields: Fields, vocabulary: Vocabulary, rules: PreTokenization) -> Any:
+    """The ``tokenizers`` pipeline of a byte-level BPE."""
     from tokenizers import AddedToken, decoders, models
     from tokenizers import Tokenizer as Backend
 
+    where, ids, merges = fields.where, vocabulary.ids, _merges(fields, vocabulary.ids)
     options = {"ignore_merges": rules.ignore_merges}
     model = guarded(where, "the tokenizer is damaged", models.BPE, ids, merges, **options)
     backend = Backend(model)
@@ -169,20 +167,18 @@ def _backend(
     backend.pre_tokenizer = rules.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     added = [
-        AddedToken(tokens[i], special=kind != USER_DEFINED, normalized=False)
-        for i, kind in enumerate(types)
+        AddedToken(text, special=kind != USER_DEFINED, normalized=False)
+        for text, kind in zip(vocabulary.tokens, vocabulary.types)
         if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
     guarded(where, "the added tokens are damaged", backend.add_tokens, added)
     return backend
 
 
-def _token_id(fields: Fields, key: str, count: int) -> int | None:
+def _token_id(fields: Fields, key: str, default: int | None, count: int) -> int | None:
     """A token id; None if there is none, or if it is none of this vocabulary."""
-    if key not in fields:
-        return None
-    value = fields.integer(key, low=-(2**63), high=2**64 - 1)
-    return value if 0 <= value < count else None
+    value = fields.integer(key, default, low=-(2**63), high=2**64 - 1)
+    return value if value is not None and 0 <= value < count else None
 
 
 def _required(fields: Fields, name: str, named: Mapping[str, int | None]) -> int:

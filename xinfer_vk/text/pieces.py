@@ -32,12 +32,15 @@ class Pieces:
 BYTE_LEVEL = Pieces(token_to_bytes)
 
 
-def _sentencepiece(space: str, byte_tokens: bool) -> Callable[[str], bytes]:
+def sentencepiece_pieces(space: str, byte_tokens: bool, drop_first_space: bool) -> Pieces:
+    """SentencePiece's pieces, in which ``space`` stands for a space, and ``<0x0A>`` for a byte if there are
+    such tokens."""
+
     def to_bytes(token: str) -> bytes:
         byte = BYTE_TOKEN.fullmatch(token) if byte_tokens else None
         return bytes([int(byte[1], 16)]) if byte else token.replace(space, " ").encode("utf-8")
 
-    return to_bytes
+    return Pieces(to_bytes, drop_first_space)
 
 
 def pieces_of(decoder: Any, where: str) -> Pieces:
@@ -62,4 +65,4 @@ def pieces_of(decoder: Any, where: str) -> Pieces:
             )
     if not space or kinds[0] != "Replace" or (drop_first_space and kinds[-1] != "Strip"):
         raise ModelError(f"{where}: the decoder {' + '.join(kinds)} is not supported")
-    return Pieces(_sentencepiece(space, "ByteFallback" in kinds), drop_first_space)
+    return sentencepiece_pieces(space, "ByteFallback" in kinds, drop_first_space)

@@ -1,8 +1,8 @@
 """How a text is cut into words before BPE, by the name a GGUF file gives it.
 
 BPE never merges across the cuts, so the wrong cuts give other tokens than the model was trained on: a
-name that is not known here is refused, never guessed. The four definitions were compared with the
-tokenizers of GPT-2, SmolLM2, Qwen2 and Llama 3 themselves (see ``tests/test_tokenizer.py``).
+name that is not known here is refused, never guessed. The definitions were compared with the tokenizers of
+GPT-2, SmolLM2, Qwen3, Llama 3, GPT-4o and Mistral Nemo (``tests/fixtures/check_real_tokenizers.py``).
 
 The patterns are facts of those tokenizers. Reading them: ``\\p{L}`` letters, ``\\p{N}`` numbers, ``\\s``
 white space; a word takes the space before it along; the alternatives are tried from left to right.
@@ -25,8 +25,20 @@ WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"  # letters, with any one other character bef
 SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # the last space before a word belongs to the word
 
+# Words whose capitals come first, as GPT-4o cuts them: "CamelCase" is two. Letters without case are both.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_SYMBOLS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+
+def _cased_words(ending: str) -> str:
+    return f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}"
+
+
 QWEN2 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{SYMBOLS}|{SPACES}"  # every digit alone
 LLAMA3 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{SYMBOLS}|{SPACES}"  # digits in threes
+GPT4O = rf"{_cased_words(CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_SYMBOLS_AND_SLASHES}|{SPACES}"
+TEKKEN = rf"{_cased_words('')}|\p{{N}}|{_SYMBOLS_AND_SLASHES}|{SPACES}"
 
 
 @dataclass(frozen=True)
@@ -67,11 +79,14 @@ _DIGITS = PreTokenization(digits_alone=True)
 _QWEN2 = PreTokenization(QWEN2, nfc=True)
 _LLAMA3 = PreTokenization(LLAMA3, ignore_merges=True, add_bos=True)
 
-# ``tokenizer.ggml.pre`` to what it means. Beside the four names there are those that llama.cpp reads as
-# the same and that converters write for models of the Llama and Qwen2 architectures: StarCoder's and
-# Refact's (Granite Code has them), R1's distillation to Qwen, and Llama 3's older names.
+_CL100K = PreTokenization(LLAMA3)
+
+# ``tokenizer.ggml.pre`` to what it means, as llama.cpp reads it, for the families that are supported. The
+# models that a name does not say: StarCoder's are Granite Code's, Refact's are Granite 3's, those of DBRX are
+# OLMo 2's and Phi-4's, those of Smaug are SmolLM3's, GPT-4o's are Phi-4-mini's, Tekken's are Mistral Nemo's.
 BY_NAME: dict[str, PreTokenization] = {
     "gpt-2": _GPT2,
+    "olmo": _GPT2,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
@@ -80,6 +95,10 @@ BY_NAME: dict[str, PreTokenization] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "dbrx": _CL100K,
+    "smaug-bpe": _CL100K,
+    "gpt-4o": PreTokenization(GPT4O),
+    "tekken": PreTokenization(TEKKEN, ignore_merges=True, add_bos=True),
 }
 
 

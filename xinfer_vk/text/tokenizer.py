@@ -19,12 +19,18 @@ from xinfer_vk.text.byte_level import CHAR_OF_BYTE
 from xinfer_vk.text.eos import eos_ids
 from xinfer_vk.text.guard import guarded
 from xinfer_vk.text.origin import MODEL, TEMPLATE
-from xinfer_vk.text.pieces import Pieces
+from xinfer_vk.text.pieces import BYTE_LEVEL, Pieces
 
 if TYPE_CHECKING:
     import tokenizers
 
     from xinfer_vk.weights.source import ModelSource
+
+# As Gemma's vocabulary has them.
+HTML_TAG = re.compile(
+    "</?(?:a|b|bbox|blockquote|body|caption|code|div|em|footer|h[1-6]|html|i|iframe|img|li|s|span|strong|sub|sup|table"
+    "|tbody|td|tfoot|th|thead|tr|u|ul)>"
+)
 
 __all__ = ["Tokenizer", "eos_ids", "load_tokenizer"]
 
@@ -73,10 +79,10 @@ class Tokenizer:
         self._prefix, self._suffix = list(prefix), list(suffix)
         self._added: dict[int, Any] = backend.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in self._added.items() if token.special)
-        # Runs of spaces are added tokens in some vocabularies. They are text, not markup: everyone may
-        # write them.
-        self._spaces = frozenset(i for i, t in self._added.items() if t.content.isspace() and not t.special)
-        self._markup = frozenset(self._added) - self._spaces
+        # Runs of spaces and the tags of HTML are added tokens in some vocabularies. They are text, not
+        # markup: everyone may write them.
+        self._text = frozenset(i for i, token in self._added.items() if _is_text(token))
+        self._markup = frozenset(self._added) - self._text
         self.vocab_size = 1 + max([backend.get_vocab_size(with_added_tokens=True) - 1, *self._added])
         self._plain = _PlainEncoder(self)
         self._bytes: dict[int, bytes] = {}
@@ -224,6 +230,12 @@ class Tokenizer:
         return token_id in self._special
 
 
+def _is_text(token: tokenizers.AddedToken) -> bool:
+    """Whether an added token is something that people write as a part of their text."""
+    text = token.content
+    return not token.special and (text.isspace() or HTML_TAG.fullmatch(text) is not None)
+
+
 class _PlainEncoder:
     """Encodes text that may not name added tokens: the same model, without its added tokens."""
 
@@ -232,11 +244,12 @@ class _PlainEncoder:
         self._first = self._without_markup(owner._backend.pre_tokenizer)
         later = _without_first_prefix(owner._backend.pre_tokenizer)
         self._later = self._first if later is None else self._without_markup(later)
-        # A run of spaces that is not in the model's own vocabulary has another id here.
-        contents = {i: owner._added[i].content for i in owner._spaces}
+        # Such a text that is not in the model's own vocabulary has another id here.
+        contents = {i: owner._added[i].content for i in owner._text}
         self._renamed = {self._first.token_to_id(text): i for i, text in contents.items()}
         # A character that the vocabulary does not have becomes the unknown token; that is not markup.
-        unknown = getattr(owner._backend.model, "unk_token", None)
+        byte_level = owner.pieces is BYTE_LEVEL  # such have no unknown characters
+        unknown = None if byte_level else owner.special_texts.get("unk_token")
         self._banned = owner._markup - {owner.id_of(unknown) if unknown else None}
 
     def _without_markup(self, pre_tokenizer: Any) -> tokenizers.Tokenizer:
@@ -248,7 +261,7 @@ class _PlainEncoder:
             plain.normalizer = backend.normalizer
         if pre_tokenizer is not None:
             plain.pre_tokenizer = pre_tokenizer
-        plain.add_tokens([self._owner._added[i] for i in sorted(self._owner._spaces)])
+        plain.add_tokens([self._owner._added[i] for i in sorted(self._owner._text)])
         return plain
 
     def encode(self, text: str, at_start: bool) -> list[int]:
@@ -266,12 +279,12 @@ class _PlainEncoder:
 
     def _spelled(self, token_id: int) -> list[int]:
         """The tokens of the single bytes that the model itself takes this token for."""
-        ids = []
+        ids, to_id = [], self._owner._backend.model.token_to_id
+        byte_level = self._owner.pieces is BYTE_LEVEL
         for byte in self._owner.pieces.to_bytes(self._owner._added[token_id].content):
-            model = self._owner._backend.model
-            found = model.token_to_id(CHAR_OF_BYTE[byte])
-            if found is None:
-                found = model.token_to_id(f"<0x{byte:02X}>")
+            found = to_id(CHAR_OF_BYTE[byte]) if byte_level else to_id(f"<0x{byte:02X}>")
+            if found is None and byte < 0x80:
+                found = to_id(chr(byte))
             if found is None or found in self._banned:
                 text = self._owner._added[token_id].content
                 raise ModelError(
