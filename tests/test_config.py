@@ -259,10 +259,6 @@ REFUSED_HF: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters is given per layer type"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1.0 is supported"),
-    (
-        {"quantization_config": {"quant_method": "gptq"}},
-        "quantization_config is a mapping of 1 keys, it must be absent",
-    ),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, it must be absent"),
     ({"logit_scale": 0.0625}, "logit_scale is 0.0625, only 1.0 is supported"),
     ({"num_experts": 8}, "num_experts is 8, only 0 is supported"),

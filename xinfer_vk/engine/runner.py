@@ -19,7 +19,7 @@ from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import query_tile
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.models.config import ModelConfig, rope_inv_freq
-from xinfer_vk.models.decoder import DecoderWeights
+from xinfer_vk.models.decoder import DecoderWeights, matrices
 from xinfer_vk.models.graph import Activations, Graph
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import Buffer, BufferKind, Plan, Recorded, Runtime
@@ -86,7 +86,12 @@ class ModelRunner:
             self._result = self._allocate("result tokens", self.max_outputs, BufferKind.RESULT)
             self._rope_table = self._make_rope_table(cache.capacity)
             self._activations = Activations(
-                runtime, config, tokens=self.max_tokens, outputs=self.max_outputs, max_context=cache.capacity
+                runtime,
+                config,
+                tokens=self.max_tokens,
+                outputs=self.max_outputs,
+                max_context=cache.capacity,
+                ordered_width=max((m.cols for m in matrices(weights) if m.order is not None), default=0),
             )
             self._buffers.append(self._activations.buffer)
         except BaseException:

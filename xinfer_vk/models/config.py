@@ -46,7 +46,6 @@ HF_NEUTRAL: dict[str, Any] = {
     "num_local_experts": 0,
     "partial_rotary_factor": 1.0,
     "qk_layernorm": False,
-    "quantization_config": None,
     "residual_multiplier": 1.0,
     "rope_interleaved": False,
     "use_bidirectional_attention": False,

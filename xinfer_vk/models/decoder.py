@@ -5,8 +5,9 @@ A family file (``llama.py``, ``gemma3.py``, …) says which tensors there are an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.models.config import ModelConfig
@@ -36,6 +37,18 @@ class DecoderWeights:
     layers: tuple[Layer, ...]
     final_norm: Ref  # [hidden]
     head: Matrix  # [vocabulary, hidden]; the embedding itself when tied
+
+
+def matrices(weights: Any) -> Iterator[Matrix]:
+    """Every matrix in a family's weights: dataclasses and tuples of them."""
+    if isinstance(weights, Matrix):
+        yield weights
+    elif isinstance(weights, tuple):
+        for item in weights:
+            yield from matrices(item)
+    elif is_dataclass(weights) and not isinstance(weights, Ref):
+        for item in fields(weights):
+            yield from matrices(getattr(weights, item.name))
 
 
 def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, norms: Mapping[str, int]) -> Layer:

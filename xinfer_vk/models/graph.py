@@ -16,6 +16,7 @@ from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.matmul import linear
+from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope
 from xinfer_vk.kernels.swiglu import swiglu
@@ -38,13 +39,21 @@ class Rows:
 
 class Activations:
     """Every intermediate result of a step, in one device buffer, for at most ``tokens`` rows in and
-    ``outputs`` rows out. A plan for a smaller batch uses the first rows.
+    ``outputs`` rows out. A plan for a smaller batch uses the first rows. ``ordered_width``: columns of the
+    widest matrix with an order of its own.
 
     ``partials`` is working space of attention and argmax, which never run at the same time.
     """
 
     def __init__(
-        self, runtime: Runtime, config: ModelConfig, *, tokens: int, outputs: int, max_context: int
+        self,
+        runtime: Runtime,
+        config: ModelConfig,
+        *,
+        tokens: int,
+        outputs: int,
+        max_context: int,
+        ordered_width: int = 0,
     ) -> None:
         c, profile = config, runtime.profile
         q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -63,6 +72,7 @@ class Activations:
             "hidden": (tokens, c.intermediate_size),  # silu(gate) * up
             "final": (outputs, c.hidden_size),  # RMSNorm(x) of the rows that want logits
             "logits": (outputs, c.vocab_size),
+            "ordered": (max(tokens, outputs), ordered_width),  # a product's input in its matrix' order
             "partials": (1, partials),
         }
         total, offsets = 0, {}
@@ -79,6 +89,7 @@ class Activations:
         self.hidden = rows_of["hidden"]
         self.final = rows_of["final"]
         self.logits = rows_of["logits"]
+        self.ordered = rows_of["ordered"]
         self.partials = rows_of["partials"].ref
 
 
@@ -140,11 +151,22 @@ class Graph:
         in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]``).  [T, out features]
         """
         for w in weights:
+            at = self._ordered(x, w, self.tokens, "tokens")
             self.steps += linear(
-                self.profile, w.fmt, w.parts, w.cols, x.ref, x.stride, out.ref, out.stride, self.tokens,
+                self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, self.tokens,
                 self.state, w.bias, epilogue, "tokens", label,
             )  # fmt: skip
             out = out.columns(w.rows)
+
+    def _ordered(self, x: Rows, w: Matrix, rows: int, count: str) -> Rows:
+        """``x`` with its columns in the order of those of a matrix (GPTQ's activation order)."""
+        if w.order is None:
+            return x
+        out = self.act.ordered
+        self.steps += order_columns(
+            self.profile, x.ref, x.stride, w.order, out.ref, out.stride, w.cols, rows, self.state, count
+        )
+        return out
 
     def swiglu_mlp_input(self, x: Rows, gate_up: Sequence[Matrix], out: Rows) -> None:
         """``out = silu(x Wgᵀ) * (x Wuᵀ)``: one pass when gate and up are interleaved in one matrix,
@@ -213,7 +235,8 @@ class Graph:
 
     def head(self, weights: Matrix) -> None:
         """``logits = final Wᵀ``  [R, vocabulary]"""
-        final, logits = self.act.final, self.act.logits
+        logits = self.act.logits
+        final = self._ordered(self.act.final, weights, self.outputs, "outputs")
         self.steps += linear(
             self.profile, weights.fmt, weights.parts, weights.cols, final.ref, final.stride, logits.ref,
             logits.stride, self.outputs, self.state, weights.bias, "store", "outputs", "head",

@@ -21,6 +21,7 @@ from xinfer_vk.kernels.base import Part, Ref, ceil_div
 from xinfer_vk.kernels.layout import ROWS, row_words
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, DeviceProfile, Runtime
 from xinfer_vk.weights.formats import as_f32, pack_x8
+from xinfer_vk.weights.grouped import GroupedTensor
 from xinfer_vk.weights.source import ModelSource
 from xinfer_vk.weights.tensors import TensorInfo
 
@@ -81,7 +82,8 @@ class Matrix:
     """A weight matrix ``[rows, cols]`` on the device, packed x8, in one or several parts by rows.
 
     It may be several tensors of the file stacked, or interleaved row by row. ``bias``: f32
-    ``[rows]``, in the same order. ``parts`` may be asked for after the upload.
+    ``[rows]``, in the same order. ``order``: ``uint32 [cols]``, if its columns are not in the order of
+    the inputs: place ``k`` of a row is for input ``order[k]``. ``parts`` may be asked for after the upload.
     """
 
     fmt: str
@@ -90,6 +92,7 @@ class Matrix:
     tensors: tuple[TensorInfo, ...] = field(repr=False)
     interleaved: bool
     bias: Ref | None = None
+    order: Ref | None = None
     spans: tuple[_Span, ...] = field(default=(), repr=False)
 
     @property
@@ -109,6 +112,7 @@ class WeightPlanner:
         self._vectors: list[
             tuple[int, int, tuple[TensorInfo, ...], bool]
         ] = []  # offset, n, tensors, interleaved
+        self._orders: list[tuple[int, np.ndarray]] = []  # offset in the same arena, what stands there
         self._matrices: list[Matrix] = []
         self._used: set[str] = set()
 
@@ -118,7 +122,7 @@ class WeightPlanner:
         """Declare matrices that are multiplied by the same input, as few as their formats allow.
 
         ``parts``: ``(name without ".weight", rows)`` of each, stacked by rows in this order where
-        neighbours have the same format. ``interleave``: if all have one format, row ``i`` of each
+        neighbours have the same format and order of columns. ``interleave``: if all have, row ``i`` of each
         stands side by side instead (gate and up of an MLP). ``bias``: each has a bias ``[rows]``.
         Raises :class:`ModelError` for a tensor that is missing or has another shape.
         """
@@ -126,13 +130,15 @@ class WeightPlanner:
         biases = [self._tensor(f"{name}.bias", (rows,)) for name, rows in parts] if bias else []
         out = []
         at = 0
-        for fmt, run in groupby(tensors, key=lambda t: t.fmt):
+        for (fmt, order), run in groupby(tensors, key=_format_and_order):
             members = tuple(run)
             whole = len(members) == len(tensors) > 1
             matrix = Matrix(fmt, sum(t.shape[0] for t in members), cols, members, interleave and whole)
             matrix.spans = tuple(self._place(matrix))
             if biases:
                 matrix.bias = self._vector(tuple(biases[at : at + len(members)]), matrix.interleaved)
+            if order:
+                matrix.order = self._order(np.frombuffer(order, np.int64))
             at += len(members)
             self._matrices.append(matrix)
             out.append(matrix)
@@ -208,6 +214,7 @@ class WeightPlanner:
                     "embedding: set it to false in config.json to use the head that is there"
                 )
             unused = []
+        unused = [name for name in unused if not self._is_empty_bias(name)]
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ModelError(
@@ -215,10 +222,21 @@ class WeightPlanner:
                 f"{self.source.config.architecture} model of this config"
             )
 
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether it is the zeros that AutoGPTQ stores where a quantized matrix has no bias."""
+        weight = self.source.tensors.get(name.removesuffix("bias") + "weight")
+        bias = self.source.tensors[name]
+        return name.endswith(".bias") and isinstance(weight, GroupedTensor) and not bias.data.any()
+
     def _vector(self, tensors: tuple[TensorInfo, ...], interleaved: bool) -> Ref:
         n = sum(t.shape[0] for t in tensors)
         offset = self._params.reserve(n)
         self._vectors.append((offset, n, tensors, interleaved))
+        return ArenaRef(self._params, offset)
+
+    def _order(self, order: np.ndarray) -> Ref:
+        offset = self._params.reserve(order.size)
+        self._orders.append((offset, order.astype(np.uint32)))
         return ArenaRef(self._params, offset)
 
     def _place(self, matrix: Matrix) -> Iterator[_Span]:
@@ -250,6 +268,9 @@ class WeightPlanner:
                 self._params.uploaded(), offset, _vector_values(tensors, interleaved).view(np.uint32)
             )
             yield n
+        for offset, order in self._orders:
+            runtime.write(self._params.uploaded(), offset, order)
+            yield order.size
         for matrix in self._matrices:
             for tensor in matrix.tensors:
                 tensor.prefetch()
@@ -267,6 +288,10 @@ class WeightPlanner:
                     yield packed.size
             for tensor in matrix.tensors:
                 tensor.release()
+
+
+def _format_and_order(tensor: TensorInfo) -> tuple[str, bytes]:
+    return tensor.fmt, b"" if tensor.order is None else tensor.order.tobytes()
 
 
 def gather_rows(tensors: Sequence[TensorInfo], interleaved: bool, first: int, count: int) -> np.ndarray:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xinfer_vk.kernels.layout import BLOCK, BLOCK_LAYOUTS, ROWS, padded_rows, row_words, scale_words
+from xinfer_vk.kernels.layout import (
+    BLOCK,
+    BLOCK_LAYOUTS,
+    GROUP_LAYOUTS,
+    ROWS,
+    padded_rows,
+    row_words,
+    scale_words,
+)
 
 SUPER_BLOCK = 256
 
@@ -104,8 +112,8 @@ def pack_x8(fmt: str, rows: np.ndarray, cols: int) -> np.ndarray:
         pairs[:, :odd, :, 1] = values[:, :, 1::2].transpose(0, 2, 1)
         pairs[:, odd:, :, 1] = 0
 
-    if fmt == "f32":
-        out[...] = words(0, (cols, 4)).transpose(0, 2, 1)
+    if fmt == "f32" or fmt in GROUP_LAYOUTS:  # whose rows are in the words of the device
+        out[...] = words(0, (out.shape[1], 4)).transpose(0, 2, 1)
     elif fmt in ("f16", "bf16") and cols % 2 == 0:
         out[...] = words(0, (cols // 2, 4)).transpose(0, 2, 1)
     elif fmt in ("f16", "bf16"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ MAX_DIMS = 8
 PLAIN_NAME = re.compile(r"[^/\\.][^/\\]{0,200}")  # of a file beside the index, not hidden
 INDEX_NAME = "model.safetensors.index.json"
 
+FLOATS = {dtype: fmt.name for dtype, fmt in BY_SAFETENSORS.items()}
+
 # Bytes of one element of every dtype the format names, so that a tensor we ignore is measured too.
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2,
@@ -32,22 +34,28 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
-def read_safetensors(path: Path, ignore: Callable[[str], bool] = lambda name: False) -> dict[str, TensorInfo]:
+def read_safetensors(
+    path: Path,
+    ignore: Callable[[str], bool] = lambda name: False,
+    dtypes: Mapping[str, str] = FLOATS,
+) -> dict[str, TensorInfo]:
     """The tensors of one file, by name.
 
-    ``ignore``: names to leave out (their place in the file is checked all the same). Raises
-    :class:`ModelError` for any damage, and for a dtype other than F32, F16 and BF16.
+    ``ignore``: names to leave out (their place in the file is checked all the same). ``dtypes``: the number
+    formats of those that are supported. Raises :class:`ModelError` for any damage, and for another dtype.
     """
     file = MappedFile(path)
     try:
-        return _read(file, ignore)
+        return _read(file, ignore, dtypes)
     except BaseException:
         file.close()
         raise
 
 
 def read_sharded_safetensors(
-    index: Path, ignore: Callable[[str], bool] = lambda name: False
+    index: Path,
+    ignore: Callable[[str], bool] = lambda name: False,
+    dtypes: Mapping[str, str] = FLOATS,
 ) -> dict[str, TensorInfo]:
     """The tensors of all shards that an index file (``model.safetensors.index.json``) lists."""
     weight_map = parse_json(read_small_file(index, MAX_INDEX_BYTES), str(index)).get("weight_map")
@@ -67,7 +75,7 @@ def read_sharded_safetensors(
             path = index.with_name(shard)
             if not os.path.exists(path):
                 raise ModelError(f"{path}: is missing, and {index.name} lists it: download the model again")
-            for name, tensor in read_safetensors(path, ignore).items():
+            for name, tensor in read_safetensors(path, ignore, dtypes).items():
                 if name in tensors:
                     raise ModelError(f"{index}: the tensor {quoted(name)} is in {home[name]} and in {shard}")
                 tensors[name], home[name] = tensor, shard
@@ -84,13 +92,15 @@ def read_sharded_safetensors(
 
 def close_all(tensors: dict[str, TensorInfo]) -> None:
     """Close every file behind ``tensors`` once."""
-    files = {id(t.file): t.file for t in tensors.values() if t.file is not None}
+    files = {id(file): file for t in tensors.values() for file in t.files}
     tensors.clear()
     for file in files.values():
         file.close()
 
 
-def _read(file: MappedFile, ignore: Callable[[str], bool]) -> dict[str, TensorInfo]:
+def _read(
+    file: MappedFile, ignore: Callable[[str], bool], dtypes: Mapping[str, str]
+) -> dict[str, TensorInfo]:
     where = str(file.path)
     if file.size < 8:
         raise ModelError(f"{where}: has {file.size} bytes, too few for a safetensors file")
@@ -109,7 +119,7 @@ def _read(file: MappedFile, ignore: Callable[[str], bool]) -> dict[str, TensorIn
     tensors: dict[str, TensorInfo] = {}
     spans = []
     for name, entry in header.items():
-        dtype, shape, begin, end = _entry(entry, f"{where}: tensor {quoted(name)}")
+        dtype, shape, begin, end = _entry(entry, f"{where}: tensor {quoted(name)}", dtypes)
         if end > data_size:
             raise ModelError(
                 f"{where}: is truncated or damaged: tensor {quoted(name)} ends at byte {data_start + end}, "
@@ -118,13 +128,11 @@ def _read(file: MappedFile, ignore: Callable[[str], bool]) -> dict[str, TensorIn
         spans.append((begin, end, name))
         if ignore(name):
             continue
-        if dtype not in BY_SAFETENSORS:
-            supported = ", ".join(BY_SAFETENSORS)
+        if dtype not in dtypes:
+            supported = ", ".join(dtypes)
             raise ModelError(f"{where}: tensor {quoted(name)} has dtype {dtype}, supported: {supported}")
         data = file.bytes[data_start + begin : data_start + end]
-        tensors[name] = TensorInfo(
-            name, shape, BY_SAFETENSORS[dtype].name, data, file=file, start=data_start + begin
-        )
+        tensors[name] = TensorInfo(name, shape, dtypes[dtype], data, file=file, start=data_start + begin)
     refuse_overlaps(spans, where)
     covered = sum(end - begin for begin, end, _ in spans)
     if covered != data_size:
@@ -132,7 +140,7 @@ def _read(file: MappedFile, ignore: Callable[[str], bool]) -> dict[str, TensorIn
     return tensors
 
 
-def _entry(entry: Any, where: str) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(entry: Any, where: str, dtypes: Mapping[str, str]) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, begin, end) of a header entry, consistent with each other."""
     if not isinstance(entry, dict):
         raise ModelError(f"{where}: its header entry is {quoted(entry)}, an object was expected")
@@ -140,7 +148,7 @@ def _entry(entry: Any, where: str) -> tuple[str, tuple[int, ...], int, int]:
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise ModelError(f"{where}: dtype is {quoted(dtype)}, supported: {', '.join(BY_SAFETENSORS)}")
+        raise ModelError(f"{where}: dtype is {quoted(dtype)}, supported: {', '.join(dtypes)}")
     if not _naturals(shape) or len(shape) > MAX_DIMS or any(dim > MAX_DIM for dim in shape):
         raise ModelError(f"{where}: shape is {quoted(shape)}, a list of sizes was expected")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from xinfer_vk.models.rope_scaling import with_factors
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_file import PART_NAME, GGUFFile, read_gguf
 from xinfer_vk.weights.gguf_names import PERMUTED, hf_name
+from xinfer_vk.weights.grouped import INTEGERS, grouped_tensors
 from xinfer_vk.weights.mapped import read_small_file
+from xinfer_vk.weights.quantization_config import read_quantization
 from xinfer_vk.weights.safetensors_file import (
+    FLOATS,
     INDEX_NAME,
     close_all,
     read_safetensors,
@@ -109,8 +113,15 @@ def _open_hf(path: Path, name: str) -> ModelSource:
     generation_path = path / "generation_config.json"
     generation = _json_file(generation_path) if generation_path.exists() else {}
     config = config_from_hf(metadata, generation, str(path / "config.json"))
-    tensors = _hf_tensors(path)
-    files = {id(t.file): t.file.size for t in tensors.values() if t.file is not None}
+    quantization = read_quantization(metadata, path)
+    tensors = _hf_tensors(path, FLOATS if quantization is None else {**FLOATS, "I32": INTEGERS})
+    if quantization is not None:
+        try:
+            tensors = grouped_tensors(tensors, quantization)
+        except BaseException:
+            close_all(tensors)
+            raise
+    files = {id(file): file.size for t in tensors.values() for file in t.files}
     return ModelSource(name, path, "hf", tensors, config, metadata, sum(files.values()), generation)
 
 
@@ -118,11 +129,11 @@ def _json_file(path: Path) -> dict[str, Any]:
     return parse_json(read_small_file(path, MAX_CONFIG_BYTES), str(path))
 
 
-def _hf_tensors(path: Path) -> dict[str, TensorInfo]:
+def _hf_tensors(path: Path, dtypes: Mapping[str, str]) -> dict[str, TensorInfo]:
     if (path / SINGLE_NAME).exists():
-        return read_safetensors(path / SINGLE_NAME, _is_known_extra)
+        return read_safetensors(path / SINGLE_NAME, _is_known_extra, dtypes)
     if (path / INDEX_NAME).exists():
-        return read_sharded_safetensors(path / INDEX_NAME, _is_known_extra)
+        return read_sharded_safetensors(path / INDEX_NAME, _is_known_extra, dtypes)
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     hint = f", only {quoted(found[0])}: convert it with transformers' save_pretrained" if found else ""
     raise ModelError(f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")

@@ -23,7 +23,8 @@ class TensorInfo:
     ``shape`` is ``(rows, columns)`` or ``(n,)``, as Hugging Face has it; ``data`` is ``uint8 [bytes]``,
     a view of the mapped file. ``permuted_heads``: the rows are that many heads, each reordered for
     interleaved RoPE as llama.cpp's converter does to the queries and keys of Llama models; 0: in the
-    usual (rotate-half) order.
+    usual (rotate-half) order. ``order``: which input of the matrix each place of a row is for, ``int64
+    [columns]``; None: its own.
     """
 
     name: str
@@ -33,6 +34,7 @@ class TensorInfo:
     permuted_heads: int = 0
     file: MappedFile | None = field(default=None, repr=False)
     start: int = 0  # of data in the file, bytes
+    order: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def permuted(self) -> bool:
@@ -46,6 +48,11 @@ class TensorInfo:
     @property
     def row_bytes(self) -> int:
         return FORMATS[self.fmt].row_bytes(self.shape[-1])
+
+    @property
+    def files(self) -> tuple[MappedFile, ...]:
+        """The files that it is read from."""
+        return () if self.file is None else (self.file,)
 
     def rows(self) -> np.ndarray:
         """``data`` as ``uint8 [rows, row_bytes]``."""
