@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from model_files import K_SIZES, safetensors_bytes, tiny_config, with_header, write_gguf_model, write_hf_model
+from quantized_files import Recipe, write_quantized_model
 from test_pack import declare, load
 
 from xinfer_vk.errors import ModelError
@@ -192,6 +193,44 @@ def test_damaged_safetensors_files(tmp_path: Path, seed: int) -> None:
         return folder, story
 
     fuzz(1500, seed, case)
+
+
+def test_damaged_quantized_checkpoints(tmp_path: Path) -> None:
+    """Of the data, mostly what says where columns and how large weights are: groups, scales and zeros."""
+    models = []
+    sizes = {**SMALL, "hidden_size": 64, "intermediate_size": 64}
+    for recipe in (Recipe(desc_act=True), Recipe(bits=8, group=-1), Recipe("awq")):
+        folder = tmp_path / f"{recipe.method}-{recipe.bits}"
+        write_quantized_model(folder, tiny_config("llama", **sizes), recipe)
+        whole = (folder / "model.safetensors").read_bytes()
+        length = int.from_bytes(whole[:8], "little")
+        header = json.loads(whole[8 : 8 + length])
+        config = json.loads((folder / "config.json").read_text())
+        models.append((folder, header, whole[8 + length :], config))
+
+    def case(rng: random.Random) -> tuple[Path, str]:
+        folder, header, data, config = rng.choice(models)
+        changed_config, changed_header, changed = deepcopy(config), header, data
+        kind = rng.random()
+        if kind < 0.3:
+            changed_config["quantization_config"], story = damage_json(rng, config["quantization_config"])
+        elif kind < 0.6:
+            changed_header, story = damage_json(rng, header)
+        else:
+            name = rng.choice([n for n in header if n.endswith(("g_idx", "scales", "qzeros"))])
+            begin, end = header[name]["data_offsets"]
+            part = bytearray(data[begin:end])
+            for _ in range(rng.choice((1, 2, 8))):
+                at = rng.randrange(len(part) // 2) * 2
+                part[at : at + 2] = rng.choice(
+                    (b"\x00\x7c", b"\x00\xfc", b"\x01\x7e", b"\x00\x00", rng.randbytes(2))
+                )
+            changed, story = data[:begin] + bytes(part) + data[end:], f"data of {name}"
+        (folder / "config.json").write_text(json.dumps(changed_config))
+        (folder / "model.safetensors").write_bytes(with_header(changed_header, changed))
+        return folder, story
+
+    fuzz(600, 7, case)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])

@@ -65,6 +65,7 @@ def test_every_kernel_family_and_format_has_a_quick_case():
         "rmsnorm",
         "rope",
         "swiglu",
+        "order_columns",
         "argmax",
         "sample",
         "synchronization",

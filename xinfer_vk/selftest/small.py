@@ -9,6 +9,7 @@ from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.copy_words import copy_words
+from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope, rope_table
 from xinfer_vk.kernels.swiglu import swiglu
@@ -35,6 +36,23 @@ def _copy_words(count: int) -> Build:
         source = bench.filled("source", words, BufferKind.WEIGHTS)
         target = bench.buffer("target", count + 9)
         return [copy_words(source, 5, target, 3, count)]
+
+    return build
+
+
+# -- order_columns -----------------------------------------------------------------------------------
+
+
+def _order_columns(cols: int, used: int, rows: int) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(cols)
+        x = bench.filled("x", _rows(rng, rows, cols, cols + 3))
+        order = bench.filled("order", rng.permutation(cols).astype(np.uint32), BufferKind.WEIGHTS)
+        state = Batch(((0, used),), rows).state_buffer(bench)
+        y = bench.buffer("y", 5 + rows * (cols + 1))
+        return order_columns(
+            bench.profile, Ref(x), cols + 3, Ref(order), Ref(y, 5), cols + 1, cols, rows, state, "tokens"
+        )
 
     return build
 
@@ -253,6 +271,9 @@ def _cases() -> list[Case]:
             name = f"{kv_dtype}, {kv_heads} heads of {head_dim}, {batch.tokens} of {batch.rows} tokens"
             build = _copy_region(kv_dtype, kv_heads, head_dim, batch)
             cases += kernel_cases("copy_region", name, build, EXACT, views={"cache": kv_dtype}, quick=quick)
+    for cols, used, rows in ((1, 1, 1), (65, 2, 3), (4864, 7, 8)):
+        name = f"{cols} columns, {used} of {rows} rows"
+        cases += kernel_cases("order_columns", name, _order_columns(cols, used, rows), EXACT, quick=cols > 65)
     for dim, used, rows in ((1, 1, 1), (7, 3, 4), (65, 5, 8), (1537, 3, 4)):
         name = f"{dim} dims, {used} of {rows} rows"
         cases += kernel_cases("swiglu", name, _swiglu(dim, used, rows), SWIGLU, quick=dim > 64)
