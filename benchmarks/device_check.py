@@ -213,6 +213,30 @@ def run(part: Part, seconds: float) -> None:
         part.problem = f"exit code {process.returncode}: {last[:300]}"
 
 
+def speed_line(r: dict[str, Any]) -> str:
+    return (
+        f"{r['model']:18} {r['test']:12} {r['tok_per_s']:9.1f} tok/s "
+        f"[{r['tok_per_s_min']:.1f}–{r['tok_per_s_max']:.1f}] "
+        f"{r['bytes_per_s'] / 1e9:7.0f} GB/s {100 * r['bandwidth_share']:3.0f} % "
+        f"{r['flops_per_s'] / 1e12:7.2f} TFLOP/s {100 * r['flops_share']:3.0f} %  "
+        f"{r['dispatches_per_step']:.0f} dispatches"
+    )
+
+
+def kernel_lines(r: dict[str, Any], most: int = 4) -> list[str]:
+    """Where a step's time goes: the kernels with the largest shares."""
+    profile, wall = r["profile"], r["tpot_s"]
+    text = f"{r['model']} {r['test']}: {profile['seconds'] * 1e3:.2f} ms of the device"
+    lines = [text + (f", {wall * 1e3:.2f} ms of the host" if wall else "")]
+    for k in sorted(profile["kernels"], key=lambda k: -k["seconds"])[:most]:
+        lines.append(
+            f"  {100 * k['share']:3.0f} % {k['label']:16} {k['kernel']:26} {k['calls']:3} × "
+            f"{k['seconds'] / k['calls'] * 1e6:8.1f} µs  {k['bytes_per_s'] / 1e9:6.0f} GB/s "
+            f"{k['flops_per_s'] / 1e12:6.2f} TFLOP/s"
+        )
+    return lines
+
+
 def table(done: list[Part]) -> str:
     lines = []
     skipped = [part.name for part in done if part.problem == OUT_OF_TIME]
@@ -231,14 +255,8 @@ def table(done: list[Part]) -> str:
         problem = f"  PROBLEM: {part.problem}" if part.problem else ""
         if not speeds or problem:
             lines.append(f"{part.name:18} {part.took_s:5.1f} s  {text}{problem}")
-        for r in speeds:
-            lines.append(
-                f"{r['model']:18} {r['test']:12} {r['tok_per_s']:9.1f} tok/s "
-                f"[{r['tok_per_s_min']:.1f}–{r['tok_per_s_max']:.1f}] "
-                f"{r['bytes_per_s'] / 1e9:7.0f} GB/s {100 * r['bandwidth_share']:3.0f} % "
-                f"{r['flops_per_s'] / 1e12:7.2f} TFLOP/s {100 * r['flops_share']:3.0f} %  "
-                f"{r['dispatches_per_step']:.0f} dispatches"
-            )
+        lines += [speed_line(r) for r in speeds]
+    lines += [line for part in done for r in part.records if "profile" in r for line in kernel_lines(r)]
     if skipped:
         lines.append(f"{OUT_OF_TIME}: {', '.join(skipped)}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from xinfer_vk.cli.bench_report import as_csv, as_markdown
 from xinfer_vk.engine.bench import Bench, Workload, load_subject, measure_peak
 from xinfer_vk.engine.costs import Batch, plan_cost
 from xinfer_vk.kernels.base import Ref
-from xinfer_vk.kernels.layout import BLOCK_LAYOUTS, FORMATS, matrix_words
+from xinfer_vk.kernels.layout import FORMATS, matrix_words
 from xinfer_vk.kernels.peak import COPY_LOCAL_SIZE, peak_copy, peak_fma
 from xinfer_vk.kernels.synthetic import PATTERNS, fill_weights
 from xinfer_vk.kernels.unpack import unpack
@@ -61,8 +61,8 @@ def test_random_weights_are_those_of_the_oracle_and_of_a_trained_models_size(run
     assert abs(weights.mean()) < 0.005 and len(np.unique(weights)) >= (4 if fmt == "q2_k" else 8)
 
 
-def test_there_are_random_weights_in_every_format_of_ggml():
-    assert {"f32", "f16", "bf16", *BLOCK_LAYOUTS} & set(FORMATS) <= set(PATTERNS)
+def test_there_are_random_weights_in_every_format():
+    assert set(PATTERNS) == set(FORMATS)
 
 
 def test_every_shape_is_a_model_that_we_run():
@@ -138,6 +138,26 @@ def test_a_bench_runs_what_a_test_says(runtime, tiny, fmt):
     assert tg.cost.kv_bytes == 2 * 2 * 2 * 16 * 2 * 3 * (34 + 35 + 36 + 37)
 
 
+def test_a_profile_has_every_kernel_of_a_step(runtime, tiny):
+    subject = load_subject(runtime, "tiny:bf16", synthetic=True)
+    bench = Bench(subject, [Workload("tg", 8, 20, 2)], "f16")
+    try:
+        decode = bench.profile(Workload("tg", 8, 20, 2), repeats=2)
+        assert bench.runner.cache.in_use == 0
+        prefill = bench.profile(Workload("pp", 8), repeats=1)
+        bench.measure(Workload("tg", 1, 20, 2), repeats=1, warm_up=0)
+        plan = bench.runner.last_plan
+    finally:
+        bench.free()
+        subject.free()
+    assert decode.what == "2 tokens at depth 20" and prefill.what == "8 tokens at depth 0"
+    assert sum(k.calls for k in decode.kernels) == len(plan.steps)
+    assert all(k.seconds > 0 for k in decode.kernels) and decode.seconds > 0
+    by_label = {k.label: k for k in decode.kernels}
+    assert by_label["down"].calls == 2 and by_label["down"].cost.weight_bytes == 2 * 96 * 160 * 2
+    assert by_label["attention"].cost.kv_bytes == 2 * 2 * 2 * 16 * 2 * 2 * 21
+
+
 def test_costs_are_those_of_the_textbook(tiny):
     rt = NumpyRuntime()
     subject = load_subject(rt, "tiny:f32", synthetic=True)
@@ -162,7 +182,7 @@ def bench(capsys, *arguments):
 
 
 def test_rows_carry_what_makes_them_comparable(capsys, tiny):
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "-q")
+    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "-q", "--profile")
     assert code == 0
     rows = json.loads(out)
     assert [r["test"] for r in rows] == ["pp2", "tg1"]
@@ -174,7 +194,9 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
     ):  # fmt: skip
         assert all(name in r for r in rows), name
     assert rows[0]["ttft_s"] > 0 and rows[1]["tpot_s"] > 0
+    assert sum(k["share"] for k in rows[1]["profile"]["kernels"]) == pytest.approx(1)
     table = as_markdown(rows)
+    assert "| down " in table and "for 1 token at depth 0" in table
     assert "| tiny:q8_0 | f16 | pp2 " in table and "layer off" in table
     again = list(csv.DictReader(io.StringIO(as_csv(rows))))
     assert [r["test"] for r in again] == ["pp2", "tg1"] and float(again[0]["tok_per_s"]) > 0

@@ -172,6 +172,10 @@ class Recorded(Protocol):
 
     def run(self) -> None: ...
 
+    def times_ns(self) -> np.ndarray:
+        """How long each step of the plan took in the last run, nanoseconds, ``float64 [steps]``. Raises
+        :class:`~xinfer_vk.errors.UsageError` for a plan that was not prepared with ``timed``."""
+
 
 class Runtime(Protocol):
     """What the rest of the program needs from a device. Implemented for Kompute and for NumPy.
@@ -205,7 +209,11 @@ class Runtime(Protocol):
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         """A fresh ``uint32`` copy of ``count`` words at word ``offset``, any kind."""
 
-    def prepare(self, plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> Recorded:
-        """Make a plan ready to run; ``progress(done, total)`` hears of pipelines that must be made."""
+    def prepare(
+        self, plan: Plan, *, progress: Callable[[int, int], None] | None = None, timed: bool = False
+    ) -> Recorded:
+        """Make a plan ready to run; ``progress(done, total)`` hears of pipelines that must be made.
+        ``timed``: take the time of every step; raises :class:`~xinfer_vk.errors.DeviceError` if the device
+        has no clock."""
 
     def close(self) -> None: ...

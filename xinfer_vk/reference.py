@@ -5,6 +5,7 @@ It is the reference every Vulkan device is compared with, and what ``--device nu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,10 @@ class NumpyRuntime:
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         return self._arrays[buffer][offset : offset + count].copy()
 
-    def prepare(self, plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> RecordedOracles:
+    def prepare(
+        self, plan: Plan, *, progress: Callable[[int, int], None] | None = None, timed: bool = False
+    ) -> RecordedOracles:
+        """``timed``: the oracles' own time, which is always taken."""
         return RecordedOracles(self, plan)
 
     def run_step(self, step: Step) -> None:
@@ -97,7 +101,13 @@ class RecordedOracles:
 
     def __init__(self, runtime: NumpyRuntime, plan: Plan) -> None:
         self._runtime, self._steps = runtime, plan.steps
+        self._ends_ns: list[int] = []  # of the last run: its start, then the end of each step
 
     def run(self) -> None:
+        self._ends_ns = [time.perf_counter_ns()]
         for step in self._steps:
             self._runtime.run_step(step)
+            self._ends_ns.append(time.perf_counter_ns())
+
+    def times_ns(self) -> np.ndarray:
+        return np.diff(self._ends_ns).astype(np.float64)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.bench_report import FORMATS, Report, as_record
+from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import UsageError, XinferError
 
@@ -62,6 +62,7 @@ COUNTS = Counts()
     multiple=True,
     help="Format of the KV cache. May be repeated. [default: f16]",
 )
+@click.option("--profile", is_flag=True, help="Also the time of each kernel in a step of each row.")
 @click.option("--output", "-o", type=click.Choice(FORMATS), default="md", show_default=True)
 @click.option("--quiet", "-q", is_flag=True, help="Print the results and nothing else.")
 @click.pass_context
@@ -77,6 +78,7 @@ def command(
     repeats: int,
     warm_up: int,
     kv_dtype: tuple[str, ...],
+    profile: bool,
     output: str,
     quiet: bool,
 ) -> None:
@@ -123,7 +125,7 @@ def command(
                         subject = load_subject(runtime, model, synthetic=is_synthetic, progress=progress)
                         try:
                             bench = Bench(subject, tests, kv, progress)
-                            _measure(bench, tests, repeats, warm_up, peak, report, progress)
+                            _measure(bench, tests, repeats, warm_up, profile, peak, report, progress)
                         finally:
                             subject.free()
                     except XinferError as error:
@@ -142,6 +144,7 @@ def _measure(
     tests: Sequence[Workload],
     repeats: int,
     warm_up: int,
+    profile: bool,
     peak: Peak,
     report: Report,
     progress: ProgressBar,
@@ -152,7 +155,10 @@ def _measure(
         for i, test in enumerate(tests):
             progress(doing, i, len(tests))
             measured = bench.measure(test, repeats, warm_up)
-            report.add(as_record(bench.subject, bench.kv_dtype, measured, peak, repeats, warm_up))
+            record = as_record(bench.subject, bench.kv_dtype, measured, peak, repeats, warm_up)
+            if profile:
+                record["profile"] = profile_record(bench.profile(test, repeats), peak)
+            report.add(record)
         progress(doing, len(tests), len(tests))
     finally:
         bench.free()

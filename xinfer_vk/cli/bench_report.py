@@ -20,7 +20,7 @@ from xinfer_vk.engine.metrics import format_bytes, format_rate, peak_host_bytes
 
 if TYPE_CHECKING:
     from xinfer_vk.cli.progress import ProgressBar
-    from xinfer_vk.engine.bench import Measurement, Peak, Subject
+    from xinfer_vk.engine.bench import Measurement, Peak, Profile, Subject
     from xinfer_vk.plan import Runtime
 
 FORMATS = ("md", "json", "jsonl", "csv")
@@ -137,6 +137,29 @@ def as_record(
     }
 
 
+def profile_record(profile: Profile, peak: Peak) -> dict[str, Any]:
+    """One step by kernel, the device's time in seconds. Bytes and flops of kernels that read neither
+    weights nor cache are 0: what they touch is in the caches."""
+    return {
+        "step": profile.what,
+        "seconds": profile.seconds,
+        "kernels": [
+            {
+                "label": k.label,
+                "kernel": k.kernel,
+                "calls": k.calls,
+                "seconds": k.seconds,
+                "share": k.seconds / profile.seconds if profile.seconds else 0.0,
+                "bytes_per_s": k.cost.bytes / k.seconds if k.seconds else 0.0,
+                "bandwidth_share": k.cost.bytes / k.seconds / peak.copy_bytes_per_s if k.seconds else 0.0,
+                "flops_per_s": k.cost.flops / k.seconds if k.seconds else 0.0,
+                "flops_share": k.cost.flops / k.seconds / peak.flops_per_s if k.seconds else 0.0,
+            }
+            for k in profile.kernels
+        ],
+    }
+
+
 def _percentile(values: Sequence[float], percent: float) -> float:
     """By nearest rank."""
     rank = max(1, -(-len(values) * percent // 100))
@@ -174,13 +197,19 @@ class Report:
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Lists within a field are separated by spaces."""
+    """Lists within a field are separated by spaces; a profile is JSON."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
     writer.writeheader()
     for record in records:
-        writer.writerow({k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in record.items()})
+        writer.writerow({k: _field(v) for k, v in record.items()})
     return out.getvalue()
+
+
+def _field(value: Any) -> Any:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
 COLUMNS = (
@@ -196,7 +225,43 @@ def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
         rows = [r for r in records if (r["device"], r["driver"]) == device]
         parts.append("\n".join([headline(rows[0]), "", *markdown_table(COLUMNS, [cells(r) for r in rows])]))
         parts.append("\n".join(memory_line(r) for r in {r["model"]: r for r in rows}.values()))
+        parts += [profile_table(r) for r in rows if "profile" in r]
     return "\n\n".join(parts)
+
+
+PROFILE_COLUMNS = (
+    "step", "kernel", "calls", "µs a call", "ms", "share", "GB/s", "of copy", "GFLOP/s", "of FMA",
+)  # fmt: skip
+
+
+def profile_table(r: Mapping[str, Any]) -> str:
+    """Where the time of a row's step goes, the largest share first."""
+    profile = r["profile"]
+    rows = []
+    for k in sorted(profile["kernels"], key=lambda k: -k["seconds"]):
+        reads, computes = k["bytes_per_s"] > 0, k["flops_per_s"] > 0
+        rows.append(
+            [
+                k["label"],
+                k["kernel"],
+                str(k["calls"]),
+                f"{k['seconds'] / k['calls'] * 1e6:.1f}",
+                f"{k['seconds'] * 1e3:.3f}",
+                f"{100 * k['share']:.1f} %",
+                f"{k['bytes_per_s'] / 1e9:.1f}" if reads else "",
+                f"{100 * k['bandwidth_share']:.0f} %" if reads else "",
+                f"{k['flops_per_s'] / 1e9:.0f}" if computes else "",
+                f"{100 * k['flops_share']:.0f} %" if computes else "",
+            ]
+        )
+    title = f"{r['model']}, {r['test']}: {_ms(profile['seconds'])} of the device for {profile['step']}"
+    if r["tpot_s"] is not None:
+        title += f", {_ms(r['tpot_s'])} as the host sees it"
+    return "\n".join([title, "", *markdown_table(PROFILE_COLUMNS, rows)])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
 def headline(r: Mapping[str, Any]) -> str:
@@ -226,7 +291,7 @@ def cells(r: Mapping[str, Any]) -> list[str]:
         r["test"],
         format_rate(r["tok_per_s"]),
         f"{format_rate(r['tok_per_s_min'])}–{format_rate(r['tok_per_s_max'])}",
-        f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms",
+        _ms(seconds),
         f"{r['bytes_per_s'] / 1e9:.1f}",
         f"{100 * r['bandwidth_share']:.0f} %",
         f"{r['flops_per_s'] / 1e9:.0f}",
@@ -239,7 +304,7 @@ def cells(r: Mapping[str, Any]) -> list[str]:
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a GitHub table that also reads as plain text: text to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(titles, *rows)]
-    numeric = [all(row[i][:1].isdigit() for row in rows) for i in range(len(titles))]
+    numeric = [all(not row[i] or row[i][0].isdigit() for row in rows) for i in range(len(titles))]
 
     def line(values: Sequence[str]) -> str:
         padded = (v.rjust(w) if right else v.ljust(w) for v, w, right in zip(values, widths, numeric))

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from xinfer_vk.cache import CachedSequence
-from xinfer_vk.engine.costs import Batch, Cost, plan_cost
+from xinfer_vk.engine.costs import Batch, Cost, plan_cost, step_cost
 from xinfer_vk.engine.llm import PREFILL_CHUNK, main_format
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
 from xinfer_vk.errors import UsageError
@@ -179,6 +181,29 @@ class Measurement:
         return statistics.median(self.run_s)
 
 
+@dataclass(frozen=True)
+class KernelTime:
+    """Steps of one label and kernel within a run of a plan, together: ``seconds`` is the median over runs."""
+
+    label: str
+    kernel: str
+    calls: int
+    seconds: float
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step of a workload by the device's own clock: ``kernels`` in the order they first run."""
+
+    what: str
+    kernels: tuple[KernelTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(k.seconds for k in self.kernels)
+
+
 class Bench:
     """Runs tests of one subject, in a KV cache made for the largest of them."""
 
@@ -237,6 +262,36 @@ class Bench:
             test, tuple(times), steps, len(runs[0]), self._cost, dispatches, barriers, submits, bytes_read,
             cache.bytes,
         )  # fmt: skip
+
+    def profile(self, test: Workload, repeats: int) -> Profile:
+        """The time of each kernel in one step: a decode step, or the first chunk of a prefill."""
+        cache = self.runner.cache
+        sequences = [cache.open() for _ in range(test.batch)]
+        try:
+            if test.depth:
+                self._prefill(sequences, test.depth)
+            size = 1 if test.kind == "tg" else max(1, min(self.runner.max_tokens // test.batch, test.tokens))
+            chunks = [Chunk(s, [self._token(i) for i in range(size)]) for s in sequences]
+            plan, times_ns = self.runner.time_steps(chunks, 1 + repeats)
+            batch = Batch(size * test.batch, test.batch, [(test.depth + size, size)] * test.batch)
+        finally:
+            for sequence in sequences:
+                cache.close(sequence)
+        times = times_ns[1:].T / 1e9  # [steps, repeats]; the first run warms up
+        groups: dict[tuple[str, str], list[int]] = {}
+        for i, step in enumerate(plan.steps):
+            groups.setdefault((step.label, step.kernel.name), []).append(i)
+        kernels = tuple(
+            KernelTime(
+                *key,
+                len(at),
+                float(np.median(times[at].sum(axis=0))),
+                sum((step_cost(plan.steps[i], batch) for i in at), Cost()),
+            )
+            for key, at in groups.items()
+        )
+        what = f"{size * test.batch} token{'s' if size * test.batch > 1 else ''} at depth {test.depth}"
+        return Profile(what, kernels)
 
     def _run(self, test: Workload, sequences: list[CachedSequence]) -> list[float]:
         """Seconds of each step."""

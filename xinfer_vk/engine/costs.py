@@ -55,7 +55,7 @@ def plan_cost(plan: Plan, batch: Batch) -> Cost:
 def step_cost(step: Step, batch: Batch) -> Cost:
     """Matrix products and attention; other steps only touch activations and cost nothing here."""
     kernel, p = step.kernel, step.kernel.unpack(step.push)
-    names = set(kernel.shader.split("."))
+    names = kernel.name.split(".")
     if "w" in kernel.bindings and hasattr(p, "epilogue"):
         fmt = next(name for name in names if name in FORMATS)
         rows_in = batch.outputs if step.label == "head" else batch.tokens
@@ -64,7 +64,7 @@ def step_cost(step: Step, batch: Batch) -> Cost:
         )
     if "attention" in names:
         head_dim, group = (dict(kernel.spec)[name] for name in ("head_dim", "group"))
-        dtype = kernel.shader.split(".")[1]
+        dtype = names[1]
         per_token = 2 * p.kv_heads * vector_words(dtype, head_dim) * WORD_BYTES
         return Cost(
             kv_bytes=per_token * sum(total for total, _ in batch.contexts),

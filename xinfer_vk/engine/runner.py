@@ -132,6 +132,22 @@ class ModelRunner:
         self.steps_run += 1
         return self._finish(chunks, rows, head)
 
+    def time_steps(self, chunks: Sequence[Chunk], repeats: int) -> tuple[Plan, np.ndarray]:
+        """The plan that :meth:`run` would replay for ``chunks`` with argmax, and the device's time of each of
+        its steps in nanoseconds, ``float64 [repeats, steps]``. The sequences stay as they were.
+
+        Raises :class:`DeviceError` where the device's time cannot be had (no layer, no timestamps).
+        """
+        rows = self._prepare(chunks)
+        total = sum(len(chunk.token_ids) for chunk in chunks)
+        plan = self._make_plan(bucket(total), bucket(rows), "argmax")
+        recorded = self.runtime.prepare(plan, timed=True)
+        times = []
+        for _ in range(repeats):
+            recorded.run()
+            times.append(recorded.times_ns())
+        return plan, np.array(times)
+
     @property
     def last_dispatches(self) -> int:
         """Of the step run last."""
@@ -197,23 +213,26 @@ class ModelRunner:
         key = (tokens, outputs, head)
         if key not in self._plans:
             began = time.perf_counter()
-            graph = Graph(
-                self.runtime.profile,
-                self.config,
-                tokens=tokens,
-                outputs=outputs,
-                activations=self._activations,
-                state=self._state,
-                cache=self.cache,
-                rope_table=self._rope_table,
-            )
-            family(self.config.architecture).forward(graph, self.weights)
-            if outputs:
-                self._add_head(graph, outputs, head)
-            plan = graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
+            plan = self._make_plan(tokens, outputs, head)
             self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), plan)
             self.compile_s += time.perf_counter() - began
         return self._plans[key]
+
+    def _make_plan(self, tokens: int, outputs: int, head: Head) -> Plan:
+        graph = Graph(
+            self.runtime.profile,
+            self.config,
+            tokens=tokens,
+            outputs=outputs,
+            activations=self._activations,
+            state=self._state,
+            cache=self.cache,
+            rope_table=self._rope_table,
+        )
+        family(self.config.architecture).forward(graph, self.weights)
+        if outputs:
+            self._add_head(graph, outputs, head)
+        return graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
 
     def _add_head(self, graph: Graph, outputs: int, head: Head) -> None:
         """What is done with the logits on the device."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.kernels.copy_words import LOCAL_SIZE
-from xinfer_vk.kernels.layout import ROWS, matrix_words, row_words, scale_words
+from xinfer_vk.kernels.layout import GROUP_LAYOUTS, ROWS, matrix_words, row_words, scale_words
 from xinfer_vk.plan import Kernel, OracleCall, Step, make_step
 
 MAX_PATTERN = 5  # words of scales of the longest super-block
@@ -58,6 +58,12 @@ PATTERNS: Mapping[str, Pattern] = {
     "q5_k": Pattern((_halves(2**-14, 15.5 * 2**-14), 0xA0A0A0A0, 0xA0A0A0A0, 0)),
     "q6_k": Pattern((_half(2**-14), *[0x10101010] * 4)),
     "iq4_xs": Pattern((_half(2**-13) | 0xAAAA0000, 0x22222222)),
+    **{
+        name: Pattern((0x88888888, *[_halves(2**-8, 2**-8)] * 4))
+        if layout.bits == 4
+        else Pattern((0, *[_halves(2**-12, 2**-12)] * 2))
+        for name, layout in GROUP_LAYOUTS.items()
+    },
 }
 
 

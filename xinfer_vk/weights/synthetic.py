@@ -14,11 +14,11 @@ import numpy as np
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_words import fill_words
+from xinfer_vk.kernels.layout import row_words
 from xinfer_vk.kernels.synthetic import PATTERNS, fill_weights
 from xinfer_vk.models.shapes import shape_config
 from xinfer_vk.plan import DeviceProfile, Plan, Runtime, Step
 from xinfer_vk.weights.device import WeightPlanner
-from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.source import ModelSource
 from xinfer_vk.weights.tensors import TensorInfo
 
@@ -33,9 +33,12 @@ INSTEAD = {
 
 def fitting_format(fmt: str, cols: int) -> str:
     """``fmt``, or the next wider one whose blocks divide ``cols``."""
-    while cols % FORMATS[fmt].block:
-        fmt = INSTEAD.get(fmt, "f16")
-    return fmt
+    while True:
+        try:
+            row_words(fmt, cols)
+            return fmt
+        except ValueError:  # its blocks do not
+            fmt = INSTEAD.get(fmt, "f16")
 
 
 def open_synthetic(name: str) -> tuple[ModelSource, str]:
