@@ -1,4 +1,4 @@
-// SwiGLU (Shazeer 2020), elementwise: y = silu(gate) * up, silu(x) = x / (1 + exp(-x)). Only where gate
+// SwiGLU or GeGLU (Shazeer 2020), elementwise: y = silu(gate) * up, or gelu(gate) * up. Only where gate
 // and up come from two matrix products; usually it is the epilogue of one. 12 bytes an element.
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -16,12 +16,15 @@ layout(push_constant) uniform Push {
     uint y_offset;
     uint y_stride;
     uint dim;
+    uint gelu; // 0: silu, 1: gelu
 } p;
 #include "silu.glsl"
+#include "gelu.glsl"
 
 void main() {
     const uint i = gl_GlobalInvocationID.x, token = gl_WorkGroupID.y;
     if (token >= state[STATE_N_TOKENS] || i >= p.dim) return;
+    const float g = gate[p.gate_offset + token * p.gate_stride + i];
     y[p.y_offset + token * p.y_stride + i] =
-        silu(gate[p.gate_offset + token * p.gate_stride + i]) * up[p.up_offset + token * p.up_stride + i];
+        (p.gelu != 0u ? gelu_tanh(g) : silu(g)) * up[p.up_offset + token * p.up_stride + i];
 }

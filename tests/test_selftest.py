@@ -66,6 +66,8 @@ def test_every_kernel_family_and_format_has_a_quick_case():
         "rope",
         "swiglu",
         "order_columns",
+        "geglu",
+        "softcap",
         "argmax",
         "sample",
         "synchronization",

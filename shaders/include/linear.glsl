@@ -1,5 +1,5 @@
-// What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, or through SwiGLU (gate and
-// up in one matrix; or y holds the gate, and the product is up: GATED).
+// What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, or through SwiGLU or GeGLU
+// (gate and up in one matrix; or y holds the gate, and the product is up: GATED, SwiGLU only).
 // W lies in the x8 layout; see include/formats.glsl, which must be included first. ALIGNED is a
 // specialization constant, EPILOGUE_LOOP what to do with a loop of four: [[unroll]] or [[dont_unroll]].
 layout(set = 0, binding = 1) readonly buffer X { vec4 x[]; };   // [tokens][x_stride] floats at x_offset
@@ -17,7 +17,7 @@ layout(push_constant) uniform Push {
     uint y_stride;    // words
     uint bias_offset; // words
     uint has_bias;
-    uint epilogue;    // STORE, ADD, SWIGLU
+    uint epilogue;    // STORE, ADD, SWIGLU, GATED, GEGLU
     uint count_at;    // word of the state buffer with the number of rows of x in use (EXPERTS: of tiles)
     uint expert_words; // EXPERTS: words from an expert's weights to the next one's
     uint first_expert; // EXPERTS: the first of this part
@@ -26,7 +26,7 @@ layout(push_constant) uniform Push {
 } p;
 layout(constant_id = 3) const uint EXPERTS = 0u; // 1: W is chosen for every tile of rows, see rows.glsl
 
-const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u;
+const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
 
 #include "rows.glsl"
 
@@ -50,12 +50,14 @@ vec4 load_bias(uint row) {
 }
 
 #include "silu.glsl"
+#include "gelu.glsl"
 
 // Rows row .. row+3 (row a multiple of 4) of token t are v. Rows of the padding are not stored.
 void store(uint row, uint t, vec4 v) {
     uint first = p.first_row + row, count = min(4u, p.rows - min(row, p.rows));
-    if (p.epilogue == SWIGLU) { // gate in even rows, up in odd ones
-        v.xy = vec2(silu(v.x) * v.y, silu(v.z) * v.w);
+    if (p.epilogue == SWIGLU || p.epilogue == GEGLU) { // gate in even rows, up in odd ones
+        v.xz = p.epilogue == SWIGLU ? vec2(silu(v.x), silu(v.z)) : vec2(gelu_tanh(v.x), gelu_tanh(v.z));
+        v.xy = vec2(v.x * v.y, v.z * v.w);
         first /= 2u;
         count /= 2u;
     }

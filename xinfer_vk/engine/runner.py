@@ -18,6 +18,7 @@ from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import query_tile
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.rope import rope_table
 from xinfer_vk.models.config import ModelConfig, rope_inv_freq
 from xinfer_vk.models.decoder import DecoderWeights, matrices
 from xinfer_vk.models.graph import Activations, Graph
@@ -84,7 +85,7 @@ class ModelRunner:
         try:
             self._state = self._allocate("step state", words, BufferKind.STATE)
             self._result = self._allocate("result tokens", self.max_outputs, BufferKind.RESULT)
-            self._rope_table = self._make_rope_table(cache.capacity)
+            self._rope_tables = self._make_rope_tables(cache.capacity)
             self._activations = Activations(
                 runtime,
                 config,
@@ -227,7 +228,7 @@ class ModelRunner:
             activations=self._activations,
             state=self._state,
             cache=self.cache,
-            rope_table=self._rope_table,
+            rope_tables=self._rope_tables,
         )
         family(self.config.architecture).forward(graph, self.weights)
         if outputs:
@@ -270,14 +271,16 @@ class ModelRunner:
         self._buffers.append(buffer)
         return buffer
 
-    def _make_rope_table(self, positions: int) -> Ref:
-        """cos and sin of every angle, made in float64 here because a device's sin may be off by
-        2⁻¹¹ (Vulkan spec, precision of core operations): ``[positions, rotary_dim / 2, 2]``."""
-        angles = np.arange(positions, dtype=np.float64)[:, None] * rope_inv_freq(self.config)[None, :]
-        table = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
-        buffer = self._allocate("rotary table", table.size, BufferKind.WEIGHTS)
-        self.runtime.write(buffer, 0, table.reshape(-1).view(np.uint32))
-        return Ref(buffer, 0)
+    def _make_rope_tables(self, positions: int) -> dict[str, Ref]:
+        """By kind (:meth:`ModelConfig.rope`), for every position that can occur."""
+        tables = {}
+        for kind in ("global", "local"):
+            if kind == "global" or self.config.local_rope_theta is not None:
+                values = rope_table(rope_inv_freq(self.config, kind), positions)
+                buffer = self._allocate(f"{kind} rotary table", values.size, BufferKind.WEIGHTS)
+                self.runtime.write(buffer, 0, values.reshape(-1).view(np.uint32))
+                tables[kind] = Ref(buffer, 0)
+        return tables
 
 
 def make_runner(

@@ -2,8 +2,9 @@
 
 Weights stay in their format (:data:`xinfer_vk.kernels.layout.FORMATS`) in the x8 layout and are decoded
 in the kernels; arithmetic is f32 and activations are not quantized. Epilogues: ``store``; ``add``, the
-residual connection; ``swiglu`` (Shazeer 2020), which takes rows in pairs gate, up, gate, up, … and
-stores ``silu(gate) * up``; ``gated``, which multiplies by ``silu(y)`` of what y holds, a gate.
+residual connection; ``swiglu`` and ``geglu`` (Shazeer 2020), which take rows in pairs gate, up, gate, up, …
+and store ``silu(gate) * up`` or ``gelu(gate) * up``; ``gated``, which multiplies by ``silu(y)`` of what y
+holds, a gate.
 
 Three shader families, chosen by :func:`linear` from the device and the number of token rows:
 
@@ -24,11 +25,12 @@ import numpy as np
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
 from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format
-from xinfer_vk.kernels.swiglu import silu
+from xinfer_vk.kernels.swiglu import gelu_tanh, silu
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
-EPILOGUES = ("store", "add", "swiglu", "gated")
+EPILOGUES = ("store", "add", "swiglu", "gated", "geglu")
+PAIRED = {"swiglu": silu, "geglu": gelu_tanh}
 COUNTS = {"tokens": state_words.N_TOKENS, "outputs": state_words.N_OUTPUTS}
 
 BINDINGS = ("w", "x", "y", "state", "bias")
@@ -63,8 +65,8 @@ def _oracle(fmt: str) -> Callable[[OracleCall], None]:
         if p.has_bias:
             first = p.bias_offset + p.first_row
             v += call.f32("bias")[first : first + p.rows]
-        swiglu = EPILOGUES[p.epilogue] == "swiglu"
-        first, width = (p.first_row // 2, p.rows // 2) if swiglu else (p.first_row, p.rows)
+        paired = EPILOGUES[p.epilogue] in PAIRED
+        first, width = (p.first_row // 2, p.rows // 2) if paired else (p.first_row, p.rows)
         y = rows_view(call.f32("y"), p.y_offset + first, p.y_stride, tokens, width)
         y[:] = apply_epilogue(p.epilogue, v, y)
 
@@ -74,9 +76,9 @@ def _oracle(fmt: str) -> Callable[[OracleCall], None]:
 def apply_epilogue(index: int, v: np.ndarray, y: np.ndarray) -> np.ndarray:
     """What is stored for the products ``v`` where ``y`` was."""
     name = EPILOGUES[index]
-    if name == "swiglu":
+    if name in PAIRED:
         pairs = y.shape[1]
-        return silu(v[:, 0 : 2 * pairs : 2]) * v[:, 1 : 2 * pairs : 2]
+        return PAIRED[name](v[:, 0 : 2 * pairs : 2]) * v[:, 1 : 2 * pairs : 2]
     if name == "gated":
         return silu(y) * v
     return y + v if name == "add" else v
@@ -169,8 +171,8 @@ def linear(
     """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
 
     ``x``: [tokens][x_stride] f32, ``cols`` of each row are read. ``y``: [tokens][y_stride] f32; row
-    ``r`` of W goes to column ``r``, or ``r / 2`` with ``swiglu``. ``tokens`` is the number of rows the
-    plan is made for; ``count`` ("tokens" or "outputs") names the word of ``state`` with how many of
+    ``r`` of W goes to column ``r``, or ``r / 2`` where gate and up are paired. ``tokens`` is the number of
+    rows the plan is made for; ``count`` ("tokens" or "outputs") names the word of ``state`` with how many of
     them are in use in a run: rows beyond are neither read nor written. ``x`` and ``y`` may lie in one
     buffer but must not overlap. One step a part; none waits for another.
 
@@ -186,10 +188,10 @@ def linear(
     kernel, tile_rows, tile_tokens = choose(profile, fmt, cols, tokens, aligned)
     steps: list[Step] = []
     for part in parts:
-        if part.offset % 4 or part.first_row % 8 or (epilogue == "swiglu" and part.rows % 2):
+        if part.offset % 4 or part.first_row % 8 or (epilogue in PAIRED and part.rows % 2):
             raise ValueError(
                 f"{label}: a part begins at word {part.offset}, row {part.first_row}, with {part.rows} rows: "
-                "must be multiples of 4, 8 and, with swiglu, 2"
+                "must be multiples of 4, 8 and, with swiglu or geglu, 2"
             )
         params: dict[str, int | float] = {
             "w_offset": part.offset,

@@ -14,7 +14,8 @@ LOCAL_SIZE = 64
 
 def rope_table(inv_freq: np.ndarray, positions: int) -> np.ndarray:
     """The table the kernel reads, float32 [positions, len(inv_freq), 2]: cos and sin of
-    ``position * inv_freq``, computed in float64."""
+    ``position * inv_freq``, computed in float64 here because a device's sin may be off by 2⁻¹¹ (Vulkan
+    spec, precision of core operations)."""
     angles = np.arange(positions, dtype=np.float64)[:, None] * inv_freq.astype(np.float64)
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
 

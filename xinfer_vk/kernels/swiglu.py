@@ -1,4 +1,4 @@
-"""SwiGLU, elementwise: ``y = silu(gate) * up`` (shaders/swiglu.comp)."""
+"""SwiGLU and GeGLU, elementwise: ``y = act(gate) * up`` (shaders/swiglu.comp)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,23 @@ def silu(x: np.ndarray) -> np.ndarray:
     return np.where(x < -88.0, 0.0, x / (1.0 + np.exp(-np.maximum(x, -88.0))))
 
 
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))`` (Hendrycks & Gimpel 2016) in float64."""
+    x = x.astype(np.float64)
+    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+# By the names of ModelConfig.hidden_act, in the order of the shader's push constant.
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
 def _oracle(call: OracleCall) -> None:
     p = call.p
     rows, columns = np.arange(int(call.u32("state")[st.N_TOKENS]))[:, None], np.arange(p.dim)
     gate = call.f32("gate")[p.gate_offset + rows * p.gate_stride + columns]
     up = call.f32("up")[p.up_offset + rows * p.up_stride + columns]
-    call.f32("y")[p.y_offset + rows * p.y_stride + columns] = silu(gate) * up
+    act = list(ACTIVATIONS.values())[p.gelu]
+    call.f32("y")[p.y_offset + rows * p.y_stride + columns] = act(gate) * up
 
 
 KERNEL = Kernel(
@@ -32,6 +43,7 @@ KERNEL = Kernel(
     bindings=("gate", "up", "state", "y"),
     params=(
         "gate_offset:u", "gate_stride:u", "up_offset:u", "up_stride:u", "y_offset:u", "y_stride:u", "dim:u",
+        "gelu:u",
     ),
     spec=(("local_size", LOCAL_SIZE),),
     oracle=_oracle,
@@ -49,8 +61,10 @@ def swiglu(
     dim: int,
     tokens: int,
     state: Buffer,
+    activation: str = "silu",
 ) -> list[Step]:
-    """``y[t] = silu(gate[t]) * up[t]``, [tokens][dim], for the rows in use."""
+    """``y[t] = act(gate[t]) * up[t]``, [tokens][dim], for the rows in use; ``activation``: "silu" or
+    "gelu_tanh"."""
     return [
         make_step(
             KERNEL,
@@ -58,6 +72,7 @@ def swiglu(
             {
                 "gate_offset": gate.offset, "gate_stride": gate_stride, "up_offset": up.offset,
                 "up_stride": up_stride, "y_offset": y.offset, "y_stride": y_stride, "dim": dim,
+                "gelu": list(ACTIVATIONS).index(activation),
             },
             (ceil_div(dim, LOCAL_SIZE), tokens),
         )

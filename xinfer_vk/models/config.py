@@ -18,7 +18,7 @@ from xinfer_vk.models.rope_scaling import RopeScaling, rope_from_hf, rope_inv_fr
 
 __all__ = ["ModelConfig", "RopeScaling", "config_from_gguf", "config_from_hf", "rope_inv_freq"]
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 
 # Sizes far beyond any model of these families: a number above is damage, and is refused before
 # anything is allocated for it.
@@ -113,6 +113,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a block adds to the residual stream
     logit_scale: float = 1.0
+
+    @property
+    def residual_norm_eps(self) -> float:
+        """Epsilon for norms of the residual stream as the graph keeps it, divided by ``residual_scale``."""
+        return self.rms_norm_eps / self.residual_scale**2
 
     def window(self, layer: int) -> int | None:
         """Positions a token attends to in this layer, its own included; ``None``: all up to its own."""

@@ -89,7 +89,8 @@ def load_decoder(
     norms = norms or {INPUT_NORM: c.hidden_size, MLP_NORM: c.hidden_size}
     (embed,) = planner.stack([("model.embed_tokens", c.vocab_size)], c.hidden_size)
     layers = tuple(load_layer(planner, c, i, norms) for i in range(c.layers))
-    final_norm = planner.vector("model.norm.weight", c.hidden_size)
+    # A scale of the logits is as well one of what the head multiplies.
+    final_norm = planner.vector("model.norm.weight", c.hidden_size, scale=c.logit_scale)
     head = embed
     if not c.tie_word_embeddings:
         (head,) = planner.stack([("lm_head", c.vocab_size)], c.hidden_size)
@@ -111,8 +112,9 @@ def attend(g: Graph, index: int) -> None:
     c, act = g.config, g.act
     q, k = act.qkv, act.qkv.columns(c.q_dim)
     v = k.columns(c.kv_dim)
-    if c.rope(index) is not None:
-        g.rope(q, heads=c.heads + c.kv_heads)  # keys follow the queries in memory
+    rope = c.rope(index)
+    if rope is not None:
+        g.rope(q, c.heads + c.kv_heads, rope)  # keys follow the queries in memory
     g.append_kv(index, k, v)
     g.attention(
         index, q, act.attended, window=c.window(index), softcap=c.attention_softcap, scale=c.attention_scale
@@ -120,10 +122,10 @@ def attend(g: Graph, index: int) -> None:
 
 
 def mlp_block(g: Graph, layer: Layer) -> None:
-    """``x += Wd · (silu(Wg h) * Wu h)`` with ``h = RMSNorm(x)`` (Shazeer 2020, SwiGLU)."""
+    """``x += Wd · (act(Wg h) * Wu h)`` with ``h = RMSNorm(x)`` (Shazeer 2020, SwiGLU)."""
     c, act = g.config, g.act
     g.rms_norm(act.residual, layer.norms[MLP_NORM], act.normed, c.hidden_size)
-    g.swiglu_mlp_input(act.normed, layer.gate_up, act.hidden)
+    g.gated_mlp_input(act.normed, layer.gate_up, act.hidden)
     g.linear(act.hidden, layer.down, act.residual, "add", "down")
 
 

@@ -6,7 +6,7 @@ mutable activations are declared in one place, :class:`Activations`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xinfer_vk.cache import KVCache
@@ -19,6 +19,7 @@ from xinfer_vk.kernels.matmul import linear
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope
+from xinfer_vk.kernels.softcap import softcap
 from xinfer_vk.kernels.swiglu import swiglu
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
@@ -69,7 +70,7 @@ class Activations:
             "qkv": (tokens, q_dim + 2 * kv_dim),  # queries, keys, values side by side
             "attended": (tokens, q_dim),  # attention's output, all heads
             "gate_up": (tokens, 2 * c.intermediate_size),  # only where gate and up cannot be fused
-            "hidden": (tokens, c.intermediate_size),  # silu(gate) * up
+            "hidden": (tokens, c.intermediate_size),  # act(gate) * up
             "final": (outputs, c.hidden_size),  # RMSNorm(x) of the rows that want logits
             "logits": (outputs, c.vocab_size),
             "ordered": (max(tokens, outputs), ordered_width),  # a product's input in its matrix' order
@@ -107,24 +108,35 @@ class Graph:
         activations: Activations,
         state: Buffer,
         cache: KVCache,
-        rope_table: Ref,
+        rope_tables: Mapping[str, Ref],
     ) -> None:
         self.profile, self.config = profile, config
         self.tokens, self.outputs = tokens, outputs
-        self.act, self.state, self.cache, self.rope_table = activations, state, cache, rope_table
+        self.act, self.state, self.cache, self.rope_tables = activations, state, cache, rope_tables
         self.steps: list[Step] = []
 
     def embed(self, table: Matrix, out: Rows) -> None:
-        """``out[t] = table[token_id[t]]``  [T, hidden]"""
+        """``out[t] = scale * table[token_id[t]]``, the beginning of the residual stream, which is kept
+        divided by ``config.residual_scale``: what a block adds need not be scaled then.  [T, hidden]"""
+        c = self.config
         self.steps += embed(
-            self.profile, table.fmt, table.parts, table.cols, self.state, out.ref, out.stride, self.tokens
-        )
+            self.profile, table.fmt, table.parts, table.cols, self.state, out.ref, out.stride, self.tokens,
+            c.embedding_scale / c.residual_scale,
+        )  # fmt: skip
 
     def rms_norm(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
-        """``out = x / sqrt(mean(x²) + eps) * weight``  [T, dim]"""
+        """``out = x / sqrt(mean(x²) + eps) * weight`` of the residual stream  [T, dim]"""
         self.steps += rmsnorm(
             self.profile, x.ref, x.stride, weight, out.ref, out.stride, dim,
-            self.config.rms_norm_eps, self.tokens, self.state,
+            self.config.residual_norm_eps, self.tokens, self.state,
+        )  # fmt: skip
+
+    def rms_norm_add(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
+        """``out += x / sqrt(mean(x²) + eps) * weight``: a norm after a block, and the residual connection.
+        [T, dim]"""
+        self.steps += rmsnorm(
+            self.profile, x.ref, x.stride, weight, out.ref, out.stride, dim,
+            self.config.rms_norm_eps, self.tokens, self.state, add=True,
         )  # fmt: skip
 
     def rms_norm_heads(self, q_weight: Ref, k_weight: Ref) -> None:
@@ -139,7 +151,7 @@ class Graph:
         """The same for the rows that want logits, gathered: ``out[i] = norm(x[output_row[i]])``  [R, dim]"""
         self.steps += rmsnorm(
             self.profile, x.ref, x.stride, weight, out.ref, out.stride, dim,
-            self.config.rms_norm_eps, self.outputs, self.state, gather=True,
+            self.config.residual_norm_eps, self.outputs, self.state, gather=True,
         )  # fmt: skip
 
     def linear(
@@ -147,8 +159,8 @@ class Graph:
     ) -> None:
         """``out = x Wᵀ + b`` for matrices stacked by rows: each fills the next columns of ``out``.
 
-        ``epilogue``: "store", "add" (``out += …``, the residual connection) or "swiglu" (rows come
-        in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]``).  [T, out features]
+        ``epilogue``: "store", "add" (``out += …``, the residual connection), "swiglu" or "geglu" (rows
+        come in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]`` or gelu).  [T, out features]
         """
         for w in weights:
             at = self._ordered(x, w, self.tokens, "tokens")
@@ -168,11 +180,12 @@ class Graph:
         )
         return out
 
-    def swiglu_mlp_input(self, x: Rows, gate_up: Sequence[Matrix], out: Rows) -> None:
-        """``out = silu(x Wgᵀ) * (x Wuᵀ)``: one pass when gate and up are interleaved in one matrix,
-        two products and an elementwise kernel when their formats differ.  [T, intermediate]"""
+    def gated_mlp_input(self, x: Rows, gate_up: Sequence[Matrix], out: Rows) -> None:
+        """``out = act(x Wgᵀ) * (x Wuᵀ)`` with the config's activation: one pass when gate and up are
+        interleaved in one matrix, two products and an elementwise kernel when their formats differ.  [T, intermediate]"""
+        act = self.config.hidden_act
         if len(gate_up) == 1:
-            self.linear(x, gate_up, out, "swiglu", "gate_up")
+            self.linear(x, gate_up, out, {"silu": "swiglu", "gelu_tanh": "geglu"}[act], "gate_up")
             return
         pair, width = self.act.gate_up, self.config.intermediate_size
         self.linear(x, gate_up, pair, label="gate, up")
@@ -188,10 +201,12 @@ class Graph:
             width,
             self.tokens,
             self.state,
+            act,
         )
 
-    def rope(self, x: Rows, heads: int) -> None:
-        """Rotary position embedding (Su et al. 2021) of ``heads`` neighbouring vectors, in place."""
+    def rope(self, x: Rows, heads: int, kind: str = "global") -> None:
+        """Rotary position embedding (Su et al. 2021) of ``heads`` neighbouring vectors, in place.
+        ``kind``: of the table, see :meth:`ModelConfig.rope`."""
         c = self.config
         self.steps += rope(
             self.profile,
@@ -200,7 +215,7 @@ class Graph:
             heads,
             c.head_dim,
             c.rotary_dim,
-            self.rope_table,
+            self.rope_tables[kind],
             self.tokens,
             self.state,
         )
@@ -234,13 +249,17 @@ class Graph:
         )  # fmt: skip
 
     def head(self, weights: Matrix) -> None:
-        """``logits = final Wᵀ``  [R, vocabulary]"""
+        """``logits = final Wᵀ``, with the config's soft cap if it has one  [R, vocabulary]"""
         logits = self.act.logits
         final = self._ordered(self.act.final, weights, self.outputs, "outputs")
         self.steps += linear(
             self.profile, weights.fmt, weights.parts, weights.cols, final.ref, final.stride, logits.ref,
             logits.stride, self.outputs, self.state, weights.bias, "store", "outputs", "head",
         )  # fmt: skip
+        if cap := self.config.logit_softcap:
+            self.steps += softcap(
+                self.profile, logits.ref, logits.stride, self.config.vocab_size, cap, self.outputs, self.state
+            )
 
     def argmax(self, result: Buffer) -> None:
         """``result[i] = argmax(logits[i])``; a row with NaN gives 0xFFFFFFFF."""

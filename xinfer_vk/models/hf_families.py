@@ -70,6 +70,32 @@ HF_FAMILIES = (
     HFFamily("qwen2", ("Qwen2ForCausalLM",), ("qwen2",), _QWEN),
     HFFamily("llama", ("LlamaForCausalLM",), ("llama",), _LLAMA),
     HFFamily("qwen3", ("Qwen3ForCausalLM",), ("qwen3",), {**_QWEN, "head_dim": 128}),
+    HFFamily(
+        "gemma2",
+        ("Gemma2ForCausalLM",),
+        ("gemma2",),
+        {
+            **_GEMMA,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+    ),
+    HFFamily(
+        "gemma3",
+        ("Gemma3ForCausalLM",),
+        ("gemma3_text",),
+        {
+            **_GEMMA,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+        },
+        frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
+    ),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from xinfer_vk.errors import ModelError
-from xinfer_vk.models import llama, qwen2, qwen3
+from xinfer_vk.models import gemma2, gemma3, llama, qwen2, qwen3
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights
 from xinfer_vk.models.graph import Graph
@@ -20,7 +20,13 @@ class Family(Protocol):
     def forward(self, g: Graph, w: DecoderWeights) -> None: ...
 
 
-FAMILIES: dict[str, Family] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES: dict[str, Family] = {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
 
 
 def family(architecture: str) -> Family:

@@ -121,12 +121,15 @@ def with_factors(scaling: RopeScaling | None, factors: np.ndarray, where: str) -
     return RopeScaling("factors", factors=tuple(float(x) for x in factors))
 
 
-def rope_inv_freq(config: ModelConfig) -> np.ndarray:
-    """Radians a position turns each pair of dimensions: float64 ``[rotary_dim / 2]``."""
+def rope_inv_freq(config: ModelConfig, kind: str = "global") -> np.ndarray:
+    """Radians a position turns each pair of dimensions: float64 ``[rotary_dim / 2]``. ``kind``: see
+    :meth:`ModelConfig.rope`."""
     dim = config.rotary_dim
-    freq = config.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+    theta = config.rope_theta if kind == "global" else config.local_rope_theta
+    assert theta is not None, f"the model has no {kind} RoPE"
+    freq = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     s = config.rope_scaling
-    if s is None:
+    if s is None or kind == "local":
         return freq
     if s.type == "factors":
         return freq / np.array(s.factors, np.float64)

@@ -12,6 +12,7 @@ from xinfer_vk.kernels.copy_words import copy_words
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope, rope_table
+from xinfer_vk.kernels.softcap import softcap
 from xinfer_vk.kernels.swiglu import swiglu
 from xinfer_vk.plan import BufferKind, Step
 from xinfer_vk.selftest.batch import SPARE_BLOCKS, Batch
@@ -173,7 +174,7 @@ SWIGLU = Tolerance(
 )
 
 
-def _swiglu(dim: int, used: int, rows: int) -> Build:
+def _swiglu(dim: int, used: int, rows: int, activation: str) -> Build:
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(dim)
         strides = dim + 1, dim + 2, dim + 3
@@ -186,7 +187,28 @@ def _swiglu(dim: int, used: int, rows: int) -> Build:
         bench.write(up, 2, np.clip(_rows(rng, used, dim, strides[1]), -1, 1))
         y = bench.buffer("y", 1 + rows * strides[2])
         state = Batch(((0, used),), rows).state_buffer(bench)
-        return swiglu(bench.profile, Ref(gate, 3), Ref(up, 2), Ref(y, 1), *strides, dim, rows, state)
+        return swiglu(
+            bench.profile, Ref(gate, 3), Ref(up, 2), Ref(y, 1), *strides, dim, rows, state, activation
+        )  # fmt: skip
+
+    return build
+
+
+# -- softcap -----------------------------------------------------------------------------------------
+
+SOFTCAP = Tolerance(1e-5, 1e-5, "an exponential, a quotient and a difference near 1, times a cap of 30")
+
+
+def _softcap(dim: int, used: int, rows: int) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(dim)
+        y = bench.filled("y", np.full(3 + rows * (dim + 2), np.nan, np.float32))
+        values = _rows(rng, used, dim, dim + 2, 40.0)
+        edges = np.array([0.0, -0.0, 1e-8, 1e9, -1e9, 3e38, -3e38, np.inf, -np.inf], np.float32)
+        values[0, : min(dim, edges.size)] = edges[:dim]
+        bench.write(y, 3, values)
+        batch = Batch(((0, used),), rows, outputs=tuple(range(used)))
+        return softcap(bench.profile, Ref(y, 3), dim + 2, dim, 30.0, rows, batch.state_buffer(bench))
 
     return build
 
@@ -276,7 +298,10 @@ def _cases() -> list[Case]:
         cases += kernel_cases("order_columns", name, _order_columns(cols, used, rows), EXACT, quick=cols > 65)
     for dim, used, rows in ((1, 1, 1), (7, 3, 4), (65, 5, 8), (1537, 3, 4)):
         name = f"{dim} dims, {used} of {rows} rows"
-        cases += kernel_cases("swiglu", name, _swiglu(dim, used, rows), SWIGLU, quick=dim > 64)
+        for kernel, activation in (("swiglu", "silu"), ("geglu", "gelu_tanh")):
+            build = _swiglu(dim, used, rows, activation)
+            cases += kernel_cases(kernel, name, build, SWIGLU, quick=dim > 64)
+        cases += kernel_cases("softcap", name, _softcap(dim, used, rows), SOFTCAP, quick=dim > 64)
     for n in (1, 3, 7, 31, 33, 63, 65, 257, 49152, 151936, 262144):
         views = {"partials": "u32", "result": "u32"}
         quick = n in (33, 257, 151936)

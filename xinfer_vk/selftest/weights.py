@@ -17,7 +17,7 @@ from xinfer_vk.kernels.layout import (
     row_words,
     scale_words,
 )
-from xinfer_vk.kernels.matmul import linear
+from xinfer_vk.kernels.matmul import PAIRED, linear
 from xinfer_vk.plan import BufferKind, Step
 from xinfer_vk.selftest.batch import Batch
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
@@ -103,7 +103,7 @@ def _linear(fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds:
         rng = np.random.default_rng(tokens)
         rows = bounds[-1]
         parts = _parts(bench, fmt, cols, bounds, rng)
-        width = rows // 2 if epilogue == "swiglu" else rows
+        width = rows // 2 if epilogue in PAIRED else rows
         x_stride, y_stride = cols + 4, width + 3
         x = np.full((tokens, x_stride), np.nan, np.float32)
         x[:used, :cols] = rng.standard_normal((used, cols))

@@ -109,9 +109,7 @@ class WeightPlanner:
         self._limit_words = limit // WORD_BYTES // ALIGN_WORDS * ALIGN_WORDS
         self._params = Arena("norms and biases")
         self._arenas: list[Arena] = []
-        self._vectors: list[
-            tuple[int, int, tuple[TensorInfo, ...], bool]
-        ] = []  # offset, n, tensors, interleaved
+        self._vectors: list[tuple[int, int, Callable[[], np.ndarray]]] = []  # offset, n, values
         self._orders: list[tuple[int, np.ndarray]] = []  # offset in the same arena, what stands there
         self._matrices: list[Matrix] = []
         self._used: set[str] = set()
@@ -144,9 +142,10 @@ class WeightPlanner:
             out.append(matrix)
         return tuple(out)
 
-    def vector(self, name: str, n: int) -> Ref:
-        """Declare a vector ``[n]``, which is f32 on the device whatever float the file has."""
-        return self._vector((self._tensor(name, (n,)),), False)
+    def vector(self, name: str, n: int, *, scale: float = 1.0) -> Ref:
+        """Declare a vector ``[n]``, which is f32 on the device whatever float the file has, times
+        ``scale``."""
+        return self._vector((self._tensor(name, (n,)),), False, scale)
 
     @property
     def total_bytes(self) -> int:
@@ -228,10 +227,10 @@ class WeightPlanner:
         bias = self.source.tensors[name]
         return name.endswith(".bias") and isinstance(weight, GroupedTensor) and not bias.data.any()
 
-    def _vector(self, tensors: tuple[TensorInfo, ...], interleaved: bool) -> Ref:
+    def _vector(self, tensors: tuple[TensorInfo, ...], interleaved: bool, scale: float = 1.0) -> Ref:
         n = sum(t.shape[0] for t in tensors)
         offset = self._params.reserve(n)
-        self._vectors.append((offset, n, tensors, interleaved))
+        self._vectors.append((offset, n, lambda: _vector_values(tensors, interleaved) * np.float32(scale)))
         return ArenaRef(self._params, offset)
 
     def _order(self, order: np.ndarray) -> Ref:
@@ -263,10 +262,8 @@ class WeightPlanner:
 
     def _write_all(self, runtime: Runtime) -> Iterator[int]:
         """Write everything; yields the words of each piece after it is written."""
-        for offset, n, tensors, interleaved in self._vectors:
-            runtime.write(
-                self._params.uploaded(), offset, _vector_values(tensors, interleaved).view(np.uint32)
-            )
+        for offset, n, values in self._vectors:
+            runtime.write(self._params.uploaded(), offset, values().view(np.uint32))
             yield n
         for offset, order in self._orders:
             runtime.write(self._params.uploaded(), offset, order)
@@ -355,7 +352,7 @@ def _vector_values(tensors: Sequence[TensorInfo], interleaved: bool) -> np.ndarr
     """Vectors stacked or interleaved, float32 ``[n]``."""
     values = []
     for tensor in tensors:
-        v = as_f32(tensor.fmt, tensor.data)
+        v = as_f32(tensor.fmt, tensor.data) + np.float32(tensor.plus)
         values.append(v[_permuted_index(tensor, 0, v.size)] if tensor.permuted else v)
     return np.ascontiguousarray(
         np.stack(values, axis=1).reshape(-1) if interleaved else np.concatenate(values)

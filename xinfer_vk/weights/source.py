@@ -13,7 +13,7 @@ import numpy as np
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import parse_json, quoted
-from xinfer_vk.models.config import ModelConfig, config_from_gguf, config_from_hf
+from xinfer_vk.models.config import GEMMA, ModelConfig, config_from_gguf, config_from_hf
 from xinfer_vk.models.rope_scaling import with_factors
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_file import PART_NAME, GGUFFile, read_gguf
@@ -121,6 +121,11 @@ def _open_hf(path: Path, name: str) -> ModelSource:
         except BaseException:
             close_all(tensors)
             raise
+    if config.architecture in GEMMA:  # RMSNorm's weights are stored as the w of 1 + w
+        tensors = {
+            name: replace(tensor, plus=1.0) if name.endswith("norm.weight") else tensor
+            for name, tensor in tensors.items()
+        }
     files = {id(file): file.size for t in tensors.values() for file in t.files}
     return ModelSource(name, path, "hf", tensors, config, metadata, sum(files.values()), generation)
 

@@ -23,8 +23,9 @@ class TensorInfo:
     ``shape`` is ``(rows, columns)`` or ``(n,)``, as Hugging Face has it; ``data`` is ``uint8 [bytes]``,
     a view of the mapped file. ``permuted_heads``: the rows are that many heads, each reordered for
     interleaved RoPE as llama.cpp's converter does to the queries and keys of Llama models; 0: in the
-    usual (rotate-half) order. ``order``: which input of the matrix each place of a row is for, ``int64
-    [columns]``; None: its own.
+    usual (rotate-half) order. ``plus``: what is to be added to a vector's values, 1 where a norm's weight
+    is stored as the w of ``1 + w``. ``order``: which input of the matrix each place of a row is for,
+    ``int64 [columns]``; None: its own.
     """
 
     name: str
@@ -32,6 +33,7 @@ class TensorInfo:
     fmt: str
     data: np.ndarray = field(repr=False)
     permuted_heads: int = 0
+    plus: float = 0.0
     file: MappedFile | None = field(default=None, repr=False)
     start: int = 0  # of data in the file, bytes
     order: np.ndarray | None = field(default=None, repr=False)
