@@ -19,9 +19,11 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
-    """``x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))`` (Hendrycks & Gimpel 2016) in float64."""
+    """``x / 2 (1 + tanh u)``, ``u = sqrt(2 / pi) (x + 0.044715 x³)`` (Hendrycks & Gimpel 2016), in float64
+    and without the tanh, as shaders/include/gelu.glsl has it."""
     x = x.astype(np.float64)
-    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+    twice_u = 2.0 * np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)
+    return np.where(twice_u < -88.0, 0.0, x / (1.0 + np.exp(-np.maximum(twice_u, -88.0))))
 
 
 # By the names of ModelConfig.hidden_act, in the order of the shader's push constant.

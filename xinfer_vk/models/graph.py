@@ -182,7 +182,8 @@ class Graph:
 
     def gated_mlp_input(self, x: Rows, gate_up: Sequence[Matrix], out: Rows) -> None:
         """``out = act(x Wgᵀ) * (x Wuᵀ)`` with the config's activation: one pass when gate and up are
-        interleaved in one matrix, two products and an elementwise kernel when their formats differ.  [T, intermediate]"""
+        interleaved in one matrix, two products and an elementwise kernel when their formats differ.
+        [T, intermediate]"""
         act = self.config.hidden_act
         if len(gate_up) == 1:
             self.linear(x, gate_up, out, {"silu": "swiglu", "gelu_tanh": "geglu"}[act], "gate_up")
