@@ -32,7 +32,7 @@ from xinfer_vk.vulkan.runtime import open_runtime
 from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.hub import resolve_model
 from xinfer_vk.weights.quantize.choice import check_type
-from xinfer_vk.weights.quantize.loading import quantized, stored_bytes
+from xinfer_vk.weights.quantize.loading import quantized
 from xinfer_vk.weights.source import ModelSource, open_model
 
 if TYPE_CHECKING:
@@ -508,7 +508,7 @@ def main_format(source: ModelSource) -> str:
     """The number format most of the weights' bytes are in."""
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
-        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + stored_bytes(tensor)
+        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes
     return max(sizes, key=lambda fmt: sizes[fmt])
 
 

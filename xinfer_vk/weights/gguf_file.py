@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import quoted
 from xinfer_vk.weights.formats import BY_GGML_TYPE
@@ -48,11 +50,12 @@ SUPPORTED_TYPES = ", ".join(GGML_TYPE_NAMES[i] for i in BY_GGML_TYPE)
 @dataclass
 class GGUFFile:
     """What a file, or a set of files, holds. ``metadata`` values are numbers, bools, strings, and
-    lists of one of them; ``tensors`` are under their names in the file, with ``shape`` reversed to
-    (rows, columns)."""
+    lists of one of them; ``encoded`` has each with its type as the file has it (``uint8``, views of the
+    file); ``tensors`` are under their names in the file, with ``shape`` reversed to (rows, columns)."""
 
     version: int
     metadata: dict[str, Any]
+    encoded: dict[str, np.ndarray]
     tensors: dict[str, TensorInfo]
     bytes: int
 
@@ -187,11 +190,14 @@ def _read(file: MappedFile) -> GGUFFile:
         raise c.error(f"damaged: it claims {tensor_count} tensors and {key_count} keys")
 
     metadata: dict[str, Any] = {}
+    encoded: dict[str, np.ndarray] = {}
     for i in range(key_count):
         key = c.string(f"metadata key {i}", MAX_NAME_BYTES)
         if key in metadata:
             raise c.error(f"the key {quoted(key)} occurs twice")
+        start = c.at
         metadata[key] = _value(c, c.number("I", f"the type of {quoted(key)}"), quoted(key))
+        encoded[key] = file.bytes[start : c.at]
 
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -225,7 +231,7 @@ def _read(file: MappedFile) -> GGUFFile:
         data = file.bytes[start : start + size]
         tensors[name] = TensorInfo(name, shape, fmt.name, data, file=file, start=start)
     refuse_overlaps(spans, c.where)
-    return GGUFFile(version, metadata, tensors, file.size)
+    return GGUFFile(version, metadata, encoded, tensors, file.size)
 
 
 def _value(c: _Cursor, kind: int, key: str) -> Any:

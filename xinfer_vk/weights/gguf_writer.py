@@ -19,7 +19,6 @@ import numpy as np
 from xinfer_vk.errors import UsageError
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_file import ARRAY, BOOL, DEFAULT_ALIGNMENT, NUMBERS, STRING
-from xinfer_vk.weights.quantize.loading import stored_bytes
 from xinfer_vk.weights.tensors import TensorInfo
 
 VERSION = 3
@@ -68,7 +67,7 @@ def write_gguf(
     header = bytearray(struct.pack("<4sIQQ", b"GGUF", VERSION, len(tensors), len(keys)))
     for key, value in keys.items():
         header += _bare(STRING, key) + value
-    sizes = [stored_bytes(tensor) for tensor in tensors]
+    sizes = [tensor.bytes for tensor in tensors]
     offset = 0
     for tensor, size in zip(tensors, sizes):
         shape = tuple(reversed(tensor.shape))  # columns first
@@ -122,7 +121,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 def _pieces(tensor: TensorInfo) -> Iterator[np.ndarray]:
     """The tensor's rows, some at a time, each given back to the system when the next is asked for."""
-    rows = stored_bytes(tensor) // tensor.row_bytes
+    rows = tensor.bytes // tensor.row_bytes
     step = max(1, PIECE_BYTES // tensor.row_bytes)
     tensor.prefetch()
     for start in range(0, rows, step):

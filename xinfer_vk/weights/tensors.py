@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import quoted
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.mapped import MappedFile
+
+D = TypeVar("D", bound="DerivedTensor")
 
 MAX_DIM = 2**31 - 1  # a dimension above is damage: no kernel could index it
 
@@ -56,8 +59,13 @@ class TensorInfo:
         """The files that it is read from."""
         return () if self.file is None else (self.file,)
 
+    @property
+    def bytes(self) -> int:
+        """Of the whole tensor in format ``fmt``."""
+        return element_count(self.shape[:-1]) * self.row_bytes
+
     def rows(self) -> np.ndarray:
-        """``data`` as ``uint8 [rows, row_bytes]``."""
+        """All rows: ``uint8 [rows, row_bytes]``."""
         return self.data.reshape(-1, self.row_bytes)
 
     def read_rows(self, which: slice | np.ndarray) -> np.ndarray:
@@ -77,6 +85,26 @@ class TensorInfo:
     def release_rows(self, start: int, stop: int) -> None:
         """Give back the pages under rows ``start..stop``."""
         self.release(start * self.row_bytes, stop * self.row_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class DerivedTensor(TensorInfo):
+    """A tensor whose rows are made from those of ``stored`` when they are asked for: ``read_rows`` of a
+    subclass does it. ``data`` is what the file has."""
+
+    stored: TensorInfo = field(kw_only=True)
+
+    @classmethod
+    def of(cls: type[D], stored: TensorInfo, **changes: Any) -> D:
+        """``stored`` with other rows, and other fields."""
+        fields = {name: getattr(stored, name) for name in TensorInfo.__dataclass_fields__}
+        return cls(**{**fields, **changes}, stored=stored)
+
+    def rows(self) -> np.ndarray:
+        return self.read_rows(slice(None))
+
+    def release_rows(self, start: int, stop: int) -> None:
+        self.stored.release_rows(start, stop)
 
 
 def element_count(shape: Sequence[int]) -> int:

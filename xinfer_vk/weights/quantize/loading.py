@@ -4,41 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from xinfer_vk.errors import UsageError
 from xinfer_vk.fields import quoted
-from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.quantize.choice import check_type, choose
 from xinfer_vk.weights.quantize.rows import FLOATS, dequantize_rows, quantize_rows
 from xinfer_vk.weights.source import ModelSource
-from xinfer_vk.weights.tensors import TensorInfo
+from xinfer_vk.weights.tensors import DerivedTensor, TensorInfo
 
 
-@dataclass(frozen=True, eq=False)
-class QuantizedTensor(TensorInfo):
-    """A tensor of which ``read_rows`` gives rows in ``fmt``, made from those of ``stored`` when they are
-    asked for. ``data`` is what the file has."""
-
-    stored: TensorInfo = field(kw_only=True)
-
-    @classmethod
-    def of(cls, stored: TensorInfo, fmt: str) -> QuantizedTensor:
-        fields = {name: getattr(stored, name) for name in TensorInfo.__dataclass_fields__}
-        return cls(**{**fields, "fmt": fmt}, stored=stored)
-
-    def rows(self) -> np.ndarray:
-        return self.read_rows(slice(None))
+class QuantizedTensor(DerivedTensor):
+    """A tensor whose rows are quantized when they are asked for."""
 
     def read_rows(self, which: slice | np.ndarray) -> np.ndarray:
         """Raises :class:`ModelError`, with the tensor's name, for weights that are NaN or infinite."""
         values = dequantize_rows(self.stored.fmt, self.stored.read_rows(which), self.shape[-1])
         return quantize_rows(self.fmt, values, f"{self.where}: the tensor {quoted(self.name)}")
-
-    def release_rows(self, start: int, stop: int) -> None:
-        self.stored.release_rows(start, stop)
 
 
 def quantized_tensors(
@@ -61,7 +45,7 @@ def quantized_tensors(
             low_bit[tensor.fmt] += 1
             continue
         else:
-            out[name] = QuantizedTensor.of(tensor, choice.fmt)
+            out[name] = QuantizedTensor.of(tensor, fmt=choice.fmt)
         if choice.fallback:
             notes[choice.fallback] += 1
     formats = ", ".join(low_bit)
@@ -89,9 +73,3 @@ def quantized(source: ModelSource, kind: str) -> tuple[ModelSource, tuple[str, .
 
 def _tensors(count: int) -> str:
     return "1 tensor" if count == 1 else f"{count} tensors"
-
-
-def stored_bytes(tensor: TensorInfo) -> int:
-    """Bytes of the whole tensor in its format."""
-    rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
-    return rows * FORMATS[tensor.fmt].row_bytes(tensor.shape[-1])

@@ -1,0 +1,252 @@
+"""``xinfer-vk quantize``: the file is what loading with --quantize computes with, and others read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_helpers import assert_one_error, xinfer
+from model_files import K_SIZES, decoded, random_tensors, tiny_config, write_gguf_model, write_hf_model
+from text_helpers import FIXTURES, PRE
+from text_helpers import metadata as converter_metadata
+
+from xinfer_vk import LLM
+from xinfer_vk.engine.quantize import FILE_TYPES, quantize_model
+from xinfer_vk.errors import ModelError, UsageError
+from xinfer_vk.text.gguf_export import tokenizer_metadata
+from xinfer_vk.weights.formats import FORMATS
+from xinfer_vk.weights.gguf_file import read_gguf
+from xinfer_vk.weights.gguf_writer import encoded
+from xinfer_vk.weights.quantize.choice import TYPES
+from xinfer_vk.weights.quantize.rows import quantize_rows
+from xinfer_vk.weights.source import open_model
+
+IDS = [int(i) for i in np.random.default_rng(7).integers(3, 300, 50)]
+TOKENIZERS = {"llama": "llama3", "qwen2": "qwen2", "qwen3": "qwen2"}
+TEXT = "Hello world, it's 12345 o'clock!\n\n  naïve 你好 🚀<|im_end|>"
+
+
+def write_model(path: Path, architecture: str, *, fmt: str = "bf16", **changes: Any) -> Path:
+    """A tiny model in Hugging Face layout with a tokenizer."""
+    config = tiny_config(architecture, **{**K_SIZES, "vocab_size": 720, **changes})
+    write_hf_model(path, config, fmt=fmt, generation_config={"eos_token_id": [2, 5]})
+    for file in (FIXTURES / TOKENIZERS[architecture]).iterdir():
+        shutil.copy(file, path)
+    return path
+
+
+def peer(path: Path) -> Any:
+    from gguf import GGUFReader
+
+    return GGUFReader(path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_file_computes_what_loading_with_quantize_does(
+    kind: str, architecture: str, tmp_path: Path
+) -> None:
+    """Every logit is the same to the last bit: the same blocks, in the same order, whatever the file's
+    order of rows is. So are the tokens, the ends and the chat template."""
+    model = write_model(tmp_path / "m", architecture)
+    quantize_model(model, tmp_path / "m.gguf", kind)
+    with (
+        LLM(model, device="numpy", kv_dtype="f32", quantize=kind) as one,
+        LLM(tmp_path / "m.gguf", device="numpy", kv_dtype="f32") as other,
+    ):
+        np.testing.assert_array_equal(one.logits(IDS), other.logits(IDS))
+        assert one.eos_ids == other.eos_ids
+        assert one.encode(TEXT) == other.encode(TEXT)
+        assert one.encode(TEXT, raw=True) == other.encode(TEXT, raw=True)
+        assert one.chat_template.text == other.chat_template.text
+        assert one.config.rope_theta == other.config.rope_theta
+
+
+@pytest.mark.parametrize("kind", FILE_TYPES)
+def test_the_gguf_package_reads_the_same_weights(kind: str, tmp_path: Path) -> None:
+    from gguf import GGMLQuantizationType, LlamaFileType
+    from gguf.quants import dequantize
+
+    model = write_model(tmp_path / "m", "qwen2", fmt="f32")
+    written = quantize_model(model, tmp_path / "m.gguf", kind)
+    reader = peer(tmp_path / "m.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    ours = read_gguf(tmp_path / "m.gguf").tensors
+    assert list(tensors) == list(ours)
+    assert written.bytes == (tmp_path / "m.gguf").stat().st_size
+    weights = random_tensors(json.loads((model / "config.json").read_text()))
+    for name, hf, fmt in (
+        ("blk.1.ffn_down.weight", "model.layers.1.mlp.down_proj.weight", kind),
+        ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", kind),
+        ("blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias", "f32"),
+        ("output_norm.weight", "model.norm.weight", "f32"),
+        ("token_embd.weight", "model.embed_tokens.weight", "q6_k" if kind in ("q4_0", "q4_1", "q4_k") else kind),
+    ):
+        assert tensors[name].tensor_type == GGMLQuantizationType[fmt.upper()]
+        values = np.atleast_2d(weights[hf])
+        want = dequantize(quantize_rows(fmt, values, "w").reshape(len(values), -1), GGMLQuantizationType[fmt.upper()])
+        got = dequantize(tensors[name].data, tensors[name].tensor_type)
+        np.testing.assert_array_equal(got.reshape(want.shape), want)
+    assert "output.weight" not in tensors  # tied
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    assert fields["general.architecture"] == "qwen2" and fields["general.name"] == "m"
+    assert LlamaFileType(fields["general.file_type"]).name.startswith(f"MOSTLY_{kind.upper()}")
+    assert fields["qwen2.attention.head_count_kv"] == 2
+    assert len(fields["tokenizer.ggml.tokens"]) == 720
+
+
+def test_llama_rows_are_permuted_as_llama_cpps_converter_does(tmp_path: Path) -> None:
+    """The test's own converter writes the same tensors; biases are permuted with their rows."""
+    changes = {"attention_bias": True, "vocab_size": 720, **K_SIZES}
+    model = write_model(tmp_path / "m", "llama", fmt="f16", **changes)
+    write_gguf_model(tmp_path / "theirs.gguf", tiny_config("llama", **changes), fmt="f16")
+    quantize_model(model, tmp_path / "ours.gguf", "f16")
+    ours, theirs = (read_gguf(tmp_path / name).tensors for name in ("ours.gguf", "theirs.gguf"))
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert np.array_equal(ours[name].data, tensor.data), name
+
+
+def test_llama3_rope_scaling_becomes_a_tensor(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    model = write_model(tmp_path / "m", "llama", rope_scaling=scaling)
+    quantize_model(model, tmp_path / "m.gguf", "q8_0")
+    with (
+        LLM(model, device="numpy", kv_dtype="f32", quantize="q8_0") as one,
+        LLM(tmp_path / "m.gguf", device="numpy", kv_dtype="f32") as other,
+    ):
+        np.testing.assert_allclose(one.logits(IDS), other.logits(IDS), atol=1e-4)  # factors are f32 there
+    with pytest.raises(ModelError, match="qwen2 with RoPE scaling of type 'llama3' cannot be written"):
+        quantize_model(write_model(tmp_path / "q", "qwen2", rope_scaling=scaling), tmp_path / "q.gguf", "q8_0")
+
+
+def test_a_gguf_file_keeps_all_it_says(tmp_path: Path) -> None:
+    """Metadata byte by byte, floats on their way to low bits, vectors as they are."""
+
+    def extra(writer: Any) -> None:
+        writer.add_array("custom.numbers", [1.5, -2.5])
+        writer.add_uint64("custom.large", 1 << 40)
+        writer.add_string("tokenizer.ggml.model", "gpt2")
+
+    config = tiny_config("llama", **K_SIZES)
+    write_gguf_model(
+        tmp_path / "in.gguf", config, fmt="f16", extra=extra, tokens=["a"] * 320, tensors_per_file=9
+    )
+    first = next(tmp_path.glob("in-00001*.gguf"))
+    quantize_model(first, tmp_path / "out.gguf", "q4_k")
+    before, after = read_gguf(first), read_gguf(tmp_path / "out.gguf")
+    dropped = {key for key in before.encoded if key.startswith("split.")}
+    assert dropped and not dropped & set(after.encoded)
+    for key in set(before.encoded) - dropped - {"general.file_type"}:
+        assert np.array_equal(before.encoded[key], after.encoded[key]), key
+    assert list(before.tensors) == list(after.tensors)
+    assert after.tensors["blk.0.attn_q.weight"].fmt == "q4_k"
+    assert after.tensors["output.weight"].fmt == "q6_k"
+    assert np.array_equal(before.tensors["output_norm.weight"].data, after.tensors["output_norm.weight"].data)
+
+
+def test_a_low_bit_file_needs_a_word_to_be_converted(tmp_path: Path) -> None:
+    config = tiny_config("qwen2", **K_SIZES)
+    values = write_gguf_model(tmp_path / "in.gguf", config, fmt="q4_1")
+    with pytest.raises(UsageError, match=r"in is quantized already \(q4_1\)"):
+        quantize_model(tmp_path / "in.gguf", tmp_path / "out.gguf", "q8_0")
+    assert not (tmp_path / "out.gguf").exists()
+    quantize_model(tmp_path / "in.gguf", tmp_path / "out.gguf", "q8_0", requantize=True)
+    tensor = read_gguf(tmp_path / "out.gguf").tensors["blk.0.ffn_up.weight"]
+    want = quantize_rows("q8_0", values["model.layers.0.mlp.up_proj.weight"], "w")
+    assert np.array_equal(tensor.rows(), want)
+
+
+# -- the tokenizer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in PRE if name != "gpt2"])
+def test_tokenizer_metadata_is_the_converters(name: str, tmp_path: Path) -> None:
+    for file in (FIXTURES / name).iterdir():
+        shutil.copy(file, tmp_path)
+    want = converter_metadata(name, unused=3)
+    rows = len(want["tokenizer.ggml.tokens"])
+    write_hf_model(tmp_path, tiny_config("llama", vocab_size=rows))
+    with open_model(tmp_path) as source:
+        got = tokenizer_metadata(source)
+    for key, value in want.items():
+        assert got[key] == value, key
+
+
+def test_a_tokenizer_that_gguf_cannot_express_is_refused(tmp_path: Path) -> None:
+    for name, words in (("llama2", "BPE with SentencePiece's spaces tokenizer"),):
+        model = write_model(tmp_path / name, "llama", vocab_size=1000)
+        for file in (FIXTURES / name).iterdir():
+            shutil.copy(file, model)
+        with pytest.raises(ModelError, match=words):
+            quantize_model(model, tmp_path / "out.gguf", "q8_0")
+    model = write_model(tmp_path / "cuts", "qwen2")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ]}  # fmt: skip
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="cuts text into words in a way that has no name"):
+        quantize_model(model, tmp_path / "out.gguf", "q8_0")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def test_values_are_encoded_as_the_gguf_package_reads_them(tmp_path: Path) -> None:
+    values = {"a.text": "größe", "a.flag": True, "a.number": 7, "a.real": 0.5, "a.texts": ["x", "", "ü"],
+              "a.numbers": [1, -2], "a.reals": [0.25, 2.0]}  # fmt: skip
+    from xinfer_vk.weights.gguf_writer import write_gguf
+
+    keys = {"general.architecture": encoded("llama"), **{k: encoded(v) for k, v in values.items()}}
+    write_gguf(tmp_path / "v.gguf", keys, [], lambda done, total: None)
+    fields = peer(tmp_path / "v.gguf").fields
+    for key, value in values.items():
+        assert fields[key].contents() == value, key
+    assert {k: v for k, v in read_gguf(tmp_path / "v.gguf").metadata.items() if k in values} == values
+
+
+def test_nothing_is_left_of_a_run_that_failed(tmp_path: Path) -> None:
+    tensors = random_tensors(tiny_config("qwen2", vocab_size=720))
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = np.inf
+    model = write_model(tmp_path / "m", "qwen2")
+    write_hf_model(model, tiny_config("qwen2", vocab_size=720), tensors)
+    with pytest.raises(ModelError, match=r"'blk.1.ffn_down.weight' holds weights that are NaN or infinite"):
+        quantize_model(model, tmp_path / "out.gguf", "q8_0")
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_command(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", "qwen2", hidden_size=96, head_dim=24)
+    out = tmp_path / "out.gguf"
+    result = xinfer("quantize", str(model), str(out), "--type", "q4_k")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines() == [
+        "q8_0 instead of q6_k: 96 columns are not whole blocks of 256 (1 tensor)",
+        "q5_0 instead of q4_k: 96 columns are not whole blocks of 256 (12 tensors)",
+    ]
+    assert "bits per weight; tensors: " in result.stdout and "12 in q5_0" in result.stdout
+    before = out.read_bytes()
+    assert_one_error(xinfer("quantize", str(model), str(out), "--type", "q8_0"), 2, "is there already", "--force")
+    assert out.read_bytes() == before
+    result = xinfer("quantize", str(model), str(out), "--type", "q8_0", "--force", "--json")
+    record = json.loads(result.stdout)
+    assert record["bytes"] == out.stat().st_size and record["formats"]["q8_0"] == 15
+    assert record["bits_per_weight"] == pytest.approx(8 * record["bytes"] / record["weights"])
+    assert_one_error(xinfer("quantize", str(model), str(tmp_path / "x.bin"), "--type", "q8_0"), 2, "ends in .gguf")
+    missing = tmp_path / "no" / "x.gguf"
+    assert_one_error(xinfer("quantize", str(model), str(missing), "--type", "q8_0"), 2, "is not there")
+    assert sorted(os.listdir(tmp_path)) == ["m", "out.gguf"]

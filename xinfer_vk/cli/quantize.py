@@ -1,0 +1,65 @@
+"""``xinfer-vk quantize``: a model as a GGUF file in another number format."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from xinfer_vk.cli.options import QUANTIZE_TYPES
+from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.progress import ProgressBar
+
+
+@click.command("quantize")
+@click.argument("model")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--type",
+    "kind",
+    type=click.Choice([*QUANTIZE_TYPES, "f16", "bf16"]),
+    required=True,
+    help="Number format of the matrices.",
+)
+@click.option("--force", is_flag=True, help="Overwrite OUT if it is there.")
+@click.option(
+    "--allow-requantize",
+    is_flag=True,
+    help="Convert tensors that are low-bit already too: errors add up, so take a model in 16 bits if you can.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
+def command(
+    model: str, out: Path, kind: str, force: bool, allow_requantize: bool, as_json: bool, quiet: bool
+) -> None:
+    """Write MODEL (a directory in Hugging Face layout, .gguf file, hub name, or pulled model) as the GGUF file
+    OUT, which xinfer-vk and llama.cpp read.
+
+    Norms and biases stay floats, the output head gets 6 bits beside 4-bit types, and rows that are not whole
+    blocks of 256 get the nearest type with blocks of 32; what became what is told.
+    """
+    from xinfer_vk.engine.metrics import format_bytes
+    from xinfer_vk.engine.quantize import quantize_model
+    from xinfer_vk.weights.hub import resolve_model
+
+    with ProgressBar(enabled=False if quiet else None) as progress:
+        written = quantize_model(
+            resolve_model(model, progress),
+            out,
+            kind,
+            overwrite=force,
+            requantize=allow_requantize,
+            progress=lambda done, total: progress(f"quantizing to {kind}", done, total),
+        )
+    if as_json:
+        record = {**asdict(written), "path": str(written.path), "bits_per_weight": written.bits_per_weight}
+        say_json(record)
+    elif not quiet:
+        for note in written.notes:
+            click.echo(note, err=True)
+        formats = ", ".join(f"{count} in {fmt}" for fmt, count in written.formats.items())
+        say(
+            f"{written.path}: {format_bytes(written.bytes)}, {written.bits_per_weight:.2f} bits per weight; "
+            f"tensors: {formats}"
+        )
