@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_helpers import assert_one_error, xinfer
-from model_files import K_SIZES, decoded, random_tensors, tiny_config, write_gguf_model, write_hf_model
+from model_files import K_SIZES, random_tensors, tiny_config, write_gguf_model, write_hf_model
 from text_helpers import FIXTURES, PRE
 from text_helpers import metadata as converter_metadata
 
@@ -19,7 +19,6 @@ from xinfer_vk import LLM
 from xinfer_vk.engine.quantize import FILE_TYPES, quantize_model
 from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.text.gguf_export import tokenizer_metadata
-from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_file import read_gguf
 from xinfer_vk.weights.gguf_writer import encoded
 from xinfer_vk.weights.quantize.choice import TYPES
@@ -33,8 +32,16 @@ TEXT = "Hello world, it's 12345 o'clock!\n\n  naïve 你好 🚀<|im_end|>"
 
 def write_model(path: Path, architecture: str, *, fmt: str = "bf16", **changes: Any) -> Path:
     """A tiny model in Hugging Face layout with a tokenizer."""
-    config = tiny_config(architecture, **{**K_SIZES, "vocab_size": 720, **changes})
-    write_hf_model(path, config, fmt=fmt, generation_config={"eos_token_id": [2, 5]})
+    changes = {**K_SIZES, "vocab_size": 720, **changes}
+    config = tiny_config("llama" if architecture == "llama" else "qwen2", **changes)
+    if architecture == "qwen3":
+        config.update(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    tensors = random_tensors(config)
+    if architecture == "qwen3":
+        for layer in range(config["num_hidden_layers"]):
+            for name in ("q_norm", "k_norm"):
+                tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = tensors["model.norm.weight"][:64]
+    write_hf_model(path, config, tensors, fmt=fmt, generation_config={"eos_token_id": [2, 5]})
     for file in (FIXTURES / TOKENIZERS[architecture]).iterdir():
         shutil.copy(file, path)
     return path
@@ -46,8 +53,9 @@ def peer(path: Path) -> Any:
     return GGUFReader(path)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [*((kind, "llama") for kind in TYPES), ("q4_k", "qwen2"), ("q4_k", "qwen3")]
+)
 def test_the_file_computes_what_loading_with_quantize_does(
     kind: str, architecture: str, tmp_path: Path
 ) -> None:
@@ -85,11 +93,17 @@ def test_the_gguf_package_reads_the_same_weights(kind: str, tmp_path: Path) -> N
         ("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", kind),
         ("blk.0.attn_q.bias", "model.layers.0.self_attn.q_proj.bias", "f32"),
         ("output_norm.weight", "model.norm.weight", "f32"),
-        ("token_embd.weight", "model.embed_tokens.weight", "q6_k" if kind in ("q4_0", "q4_1", "q4_k") else kind),
+        (
+            "token_embd.weight",
+            "model.embed_tokens.weight",
+            "q6_k" if kind in ("q4_0", "q4_1", "q4_k") else kind,
+        ),
     ):
         assert tensors[name].tensor_type == GGMLQuantizationType[fmt.upper()]
         values = np.atleast_2d(weights[hf])
-        want = dequantize(quantize_rows(fmt, values, "w").reshape(len(values), -1), GGMLQuantizationType[fmt.upper()])
+        want = dequantize(
+            quantize_rows(fmt, values, "w").reshape(len(values), -1), GGMLQuantizationType[fmt.upper()]
+        )
         got = dequantize(tensors[name].data, tensors[name].tensor_type)
         np.testing.assert_array_equal(got.reshape(want.shape), want)
     assert "output.weight" not in tensors  # tied
@@ -103,7 +117,7 @@ def test_the_gguf_package_reads_the_same_weights(kind: str, tmp_path: Path) -> N
 def test_llama_rows_are_permuted_as_llama_cpps_converter_does(tmp_path: Path) -> None:
     """The test's own converter writes the same tensors; biases are permuted with their rows."""
     changes = {"attention_bias": True, "vocab_size": 720, **K_SIZES}
-    model = write_model(tmp_path / "m", "llama", fmt="f16", **changes)
+    model = write_model(tmp_path / "m", "llama", fmt="f32", **changes)
     write_gguf_model(tmp_path / "theirs.gguf", tiny_config("llama", **changes), fmt="f16")
     quantize_model(model, tmp_path / "ours.gguf", "f16")
     ours, theirs = (read_gguf(tmp_path / name).tensors for name in ("ours.gguf", "theirs.gguf"))
@@ -128,7 +142,9 @@ def test_llama3_rope_scaling_becomes_a_tensor(tmp_path: Path) -> None:
     ):
         np.testing.assert_allclose(one.logits(IDS), other.logits(IDS), atol=1e-4)  # factors are f32 there
     with pytest.raises(ModelError, match="qwen2 with RoPE scaling of type 'llama3' cannot be written"):
-        quantize_model(write_model(tmp_path / "q", "qwen2", rope_scaling=scaling), tmp_path / "q.gguf", "q8_0")
+        quantize_model(
+            write_model(tmp_path / "q", "qwen2", rope_scaling=scaling), tmp_path / "q.gguf", "q8_0"
+        )
 
 
 def test_a_gguf_file_keeps_all_it_says(tmp_path: Path) -> None:
@@ -240,13 +256,17 @@ def test_command(tmp_path: Path) -> None:
     ]
     assert "bits per weight; tensors: " in result.stdout and "12 in q5_0" in result.stdout
     before = out.read_bytes()
-    assert_one_error(xinfer("quantize", str(model), str(out), "--type", "q8_0"), 2, "is there already", "--force")
+    assert_one_error(
+        xinfer("quantize", str(model), str(out), "--type", "q8_0"), 2, "is there already", "--force"
+    )
     assert out.read_bytes() == before
     result = xinfer("quantize", str(model), str(out), "--type", "q8_0", "--force", "--json")
     record = json.loads(result.stdout)
     assert record["bytes"] == out.stat().st_size and record["formats"]["q8_0"] == 15
-    assert record["bits_per_weight"] == pytest.approx(8 * record["bytes"] / record["weights"])
-    assert_one_error(xinfer("quantize", str(model), str(tmp_path / "x.bin"), "--type", "q8_0"), 2, "ends in .gguf")
+    assert record["bits_per_weight"] == pytest.approx(8 * record["weight_bytes"] / record["weights"])
+    assert_one_error(
+        xinfer("quantize", str(model), str(tmp_path / "x.bin"), "--type", "q8_0"), 2, "ends in .gguf"
+    )
     missing = tmp_path / "no" / "x.gguf"
     assert_one_error(xinfer("quantize", str(model), str(missing), "--type", "q8_0"), 2, "is not there")
     assert sorted(os.listdir(tmp_path)) == ["m", "out.gguf"]

@@ -26,15 +26,15 @@ from xinfer_vk.cli.progress import ProgressBar
 @click.option(
     "--allow-requantize",
     is_flag=True,
-    help="Convert tensors that are low-bit already too: errors add up, so take a model in 16 bits if you can.",
+    help="Convert tensors that are low-bit already too: errors add up, so take 16-bit weights if you can.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 def command(
     model: str, out: Path, kind: str, force: bool, allow_requantize: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Write MODEL (a directory in Hugging Face layout, .gguf file, hub name, or pulled model) as the GGUF file
-    OUT, which xinfer-vk and llama.cpp read.
+    """Write MODEL (a directory in Hugging Face layout, .gguf file, hub name, or pulled model) as the GGUF
+    file OUT, which xinfer-vk and llama.cpp read.
 
     Norms and biases stay floats, the output head gets 6 bits beside 4-bit types, and rows that are not whole
     blocks of 256 get the nearest type with blocks of 32; what became what is told.

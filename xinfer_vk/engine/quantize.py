@@ -12,7 +12,7 @@ from xinfer_vk.text.gguf_export import tokenizer_metadata
 from xinfer_vk.weights.gguf_export import exported_config, exported_tensors
 from xinfer_vk.weights.gguf_file import read_gguf
 from xinfer_vk.weights.gguf_writer import encoded, refuse_existing, write_gguf
-from xinfer_vk.weights.quantize.choice import TYPES, check_type
+from xinfer_vk.weights.quantize.choice import check_type
 from xinfer_vk.weights.quantize.loading import quantized_tensors
 from xinfer_vk.weights.safetensors_file import close_all
 from xinfer_vk.weights.source import ModelSource, open_model
@@ -26,18 +26,20 @@ QUANTIZATION_VERSION = 2  # of the block formats' layouts; 1 is before May 2023
 
 @dataclass(frozen=True)
 class Written:
-    """What was written. ``formats``: the tensors of each format, by number of tensors. ``notes``: what
-    the user should know, a line each. ``weights``: of all tensors."""
+    """What was written. ``bytes``: of the file. ``weights``: how many, in all tensors, which take
+    ``weight_bytes``. ``formats``: how many tensors each format has. ``notes``: what the user should know, a
+    line each."""
 
     path: Path
     bytes: int
     weights: int
+    weight_bytes: int
     formats: dict[str, int]
     notes: tuple[str, ...]
 
     @property
     def bits_per_weight(self) -> float:
-        return 8 * self.bytes / self.weights
+        return 8 * self.weight_bytes / self.weights
 
 
 def quantize_model(
@@ -53,9 +55,9 @@ def quantize_model(
     matrices in format ``kind``. ``requantize``: those too that are low-bit already, which adds errors to
     errors.
 
-    Nothing larger than a piece of a tensor is held in memory. Raises :class:`UsageError` for a ``kind`` that is
-    not supported, for an ``out`` that exists or cannot be written, and for a model that is low-bit already;
-    :class:`ModelError` for one that is damaged or cannot be expressed in GGUF.
+    Nothing larger than a piece of a tensor is held in memory. Raises :class:`UsageError` for a ``kind`` that
+    is not supported, for an ``out`` that exists or cannot be written, and for a model that is low-bit
+    already; :class:`ModelError` for one that is damaged or cannot be expressed in GGUF.
     """
     check_type(kind, tuple(FILE_TYPES))
     if out.suffix != ".gguf":
@@ -89,7 +91,8 @@ def quantize_model(
             close_all({tensor.name: tensor for tensor in tensors})
     formats = Counter(tensor.fmt for tensor in changed.values())
     weights = sum(element_count(tensor.shape) for tensor in changed.values())
-    return Written(out, size, weights, dict(formats.most_common()), notes)
+    weight_bytes = sum(tensor.bytes for tensor in changed.values())
+    return Written(out, size, weights, weight_bytes, dict(formats.most_common()), notes)
 
 
 def _from_gguf(source: ModelSource) -> tuple[dict[str, bytes], list[TensorInfo]]:

@@ -8,7 +8,6 @@ cutting a text that holds what the ways differ in, as llama.cpp's converter does
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from xinfer_vk.errors import ModelError
@@ -123,8 +122,8 @@ def _named_ids(source: ModelSource, tokenizer: Tokenizer) -> dict[str, Any]:
         out[eos_key] = ends.pop(0)
     if len(ends) > len(more_keys):
         raise ModelError(
-            f"{source.path}: {len(ends) + 1} tokens end a text, {len(END_KEYS)} can be written to GGUF: leave "
-            "some out of eos_token_id"
+            f"{source.path}: {len(ends) + 1} tokens end a text, {len(END_KEYS)} can be written to GGUF: "
+            "leave some out of eos_token_id"
         )
     out.update(zip(more_keys, ends))
     for key, ids, token in (
@@ -132,6 +131,8 @@ def _named_ids(source: ModelSource, tokenizer: Tokenizer) -> dict[str, Any]:
         ("tokenizer.ggml.add_eos_token", tokenizer._suffix, out.get(eos_key)),
     ):
         if ids not in ([], [token]):
-            raise ModelError(f"{tokenizer.where}: puts the tokens {quoted(ids)} around a text, GGUF can say one")
+            raise ModelError(
+                f"{tokenizer.where}: puts the tokens {quoted(ids)} around a text, GGUF can say one"
+            )
         out[key] = bool(ids)
     return out

@@ -92,14 +92,18 @@ def exported_config(c: ModelConfig, where: str) -> dict[str, Any]:
     }
     if c.head_dim * c.heads != c.hidden_size:
         values["attention.key_length"] = values["attention.value_length"] = c.head_dim
+    if any(c.layer_windows):
+        raise ModelError(
+            f"{where}: sliding windows of a {c.architecture} model have no key in GGUF: {REMEDY}"
+        )
     scaling = c.rope_scaling
     if scaling is not None:
         if scaling.type == "linear":
             values.update({"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor})
         elif scaling.type != "llama3" or c.architecture != "llama":  # llama3's is a tensor
             raise ModelError(
-                f"{where}: {c.architecture} with RoPE scaling of type {quoted(scaling.type)} cannot be written "
-                f"to GGUF: {REMEDY}"
+                f"{where}: {c.architecture} with RoPE scaling of type {quoted(scaling.type)} cannot be "
+                f"written to GGUF: {REMEDY}"
             )
     keys = {f"{c.architecture}.{key}": value for key, value in values.items()}
     return {"general.architecture": c.architecture, "general.type": "model", **keys}

@@ -41,6 +41,7 @@ OTHER_LAYER_NAMES = {
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
+HF_LAYER = re.compile(r"model\.layers\.([0-9]+)\.([a-z_.]+)\.(weight|bias)")
 LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 
 
@@ -51,7 +52,30 @@ def hf_name(name: str, architecture: str, where: str) -> tuple[str, str]:
     if base in NAMES and suffix in ("weight", "bias"):
         return f"{NAMES[base]}.{suffix}", base
     match = LAYER.fullmatch(name)
-    names = {**LAYER_NAMES, **OTHER_LAYER_NAMES.get(architecture, {})}
+    names = _layer_names(architecture)
     if match is None or match[2] not in names:
         raise ModelError(f"{where}: the tensor {quoted(name)} has no place in a {architecture} model")
     return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}", match[2]
+
+
+def gguf_name(name: str, architecture: str, where: str) -> tuple[str, str]:
+    """(GGUF's name, the kind of tensor) for one of Hugging Face's: :func:`hf_name` the other way."""
+    base, _, suffix = name.rpartition(".")
+    kinds = {hf: kind for kind, hf in NAMES.items()}
+    if base in kinds:
+        return f"{kinds[base]}.{suffix}", kinds[base]
+    match = HF_LAYER.fullmatch(name)
+    kind = (
+        None
+        if match is None
+        else next((k for k, hf in _layer_names(architecture).items() if hf == match[2]), None)
+    )
+    if match is None or kind is None:
+        raise ModelError(
+            f"{where}: the tensor {quoted(name)} has no name in a GGUF file of a {architecture} model"
+        )
+    return f"blk.{match[1]}.{kind}.{match[3]}", kind
+
+
+def _layer_names(architecture: str) -> dict[str, str]:
+    return {**LAYER_NAMES, **OTHER_LAYER_NAMES.get(architecture, {})}
