@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_helpers import assert_one_error, xinfer
-from model_files import K_SIZES, random_tensors, tiny_config, write_gguf_model, write_hf_model
+from model_files import K_SIZES, permute, random_tensors, tiny_config, write_gguf_model, write_hf_model
+from quantized_files import Recipe, write_quantized_model
 from text_helpers import FIXTURES, PRE
 from text_helpers import metadata as converter_metadata
 
 from xinfer_vk import LLM
 from xinfer_vk.engine.quantize import FILE_TYPES, quantize_model
 from xinfer_vk.errors import ModelError, UsageError
-from xinfer_vk.text.gguf_export import tokenizer_metadata
+from xinfer_vk.text.gguf_export import _cut, tokenizer_metadata
+from xinfer_vk.text.pretokenizers import BY_NAME, PreTokenization
 from xinfer_vk.weights.gguf_file import read_gguf
 from xinfer_vk.weights.gguf_writer import encoded
 from xinfer_vk.weights.quantize.choice import TYPES
@@ -184,6 +186,23 @@ def test_a_low_bit_file_needs_a_word_to_be_converted(tmp_path: Path) -> None:
     assert np.array_equal(tensor.rows(), want)
 
 
+def test_gptq_weights_become_those_of_a_gguf_file(tmp_path: Path) -> None:
+    """Their columns are in order of activation, and queries' and keys' rows in GGUF's."""
+    config = tiny_config("llama", vocab_size=720, intermediate_size=96, num_hidden_layers=1)
+    model = tmp_path / "low"
+    dense = write_quantized_model(model, config, Recipe(desc_act=True, sym=False))
+    for file in (FIXTURES / "llama3").iterdir():
+        shutil.copy(file, model)
+    with pytest.raises(UsageError, match=r"low has tensors in int4_g32 \(GPTQ or AWQ\), which GGUF"):
+        quantize_model(model, tmp_path / "out.gguf", "q8_0")
+    quantize_model(model, tmp_path / "out.gguf", "q8_0", requantize=True)
+    tensors = read_gguf(tmp_path / "out.gguf").tensors
+    for name, hf, heads in (("attn_k", "self_attn.k_proj", 2), ("ffn_down", "mlp.down_proj", 0)):
+        values = dense[f"model.layers.0.{hf}.weight"]
+        want = quantize_rows("q8_0", permute(values, heads) if heads else values, "w")
+        assert np.array_equal(tensors[f"blk.0.{name}.weight"].rows(), want)
+
+
 # -- the tokenizer --------------------------------------------------------------------------------
 
 
@@ -198,6 +217,13 @@ def test_tokenizer_metadata_is_the_converters(name: str, tmp_path: Path) -> None
         got = tokenizer_metadata(source)
     for key, value in want.items():
         assert got[key] == value, key
+
+
+def test_no_two_ways_of_cutting_words_are_taken_for_each_other() -> None:
+    seen: dict[tuple[str, ...], PreTokenization] = {}
+    for rules in BY_NAME.values():
+        key = (*_cut(rules.normalizer(), rules.pre_tokenizer()), str(rules.ignore_merges))
+        assert seen.setdefault(key, rules) == rules
 
 
 def test_a_tokenizer_that_gguf_cannot_express_is_refused(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from xinfer_vk.errors import UsageError
 from xinfer_vk.text.gguf_export import tokenizer_metadata
+from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_export import exported_config, exported_tensors
 from xinfer_vk.weights.gguf_file import read_gguf
 from xinfer_vk.weights.gguf_writer import encoded, refuse_existing, write_gguf
@@ -84,6 +85,7 @@ def quantize_model(
                 requantize=requantize,
                 where=source.name,
             )
+            _refuse_formats(changed.values(), source.name)
             size = write_gguf(
                 out, keys, list(changed.values()), progress or (lambda done, total: None), overwrite=overwrite
             )
@@ -93,6 +95,15 @@ def quantize_model(
     weights = sum(element_count(tensor.shape) for tensor in changed.values())
     weight_bytes = sum(tensor.bytes for tensor in changed.values())
     return Written(out, size, weights, weight_bytes, dict(formats.most_common()), notes)
+
+
+def _refuse_formats(tensors: Iterable[TensorInfo], name: str) -> None:
+    for tensor in tensors:
+        if tensor.fmt not in FORMATS:
+            raise UsageError(
+                f"{name} has tensors in {tensor.fmt} (GPTQ or AWQ), which GGUF files cannot hold: "
+                "--allow-requantize converts them"
+            )
 
 
 def _from_gguf(source: ModelSource) -> tuple[dict[str, bytes], list[TensorInfo]]:

@@ -13,17 +13,8 @@ from typing import Any
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import quoted
 from xinfer_vk.text.chat import GGUF_KEY, ChatTemplate
-from xinfer_vk.text.gguf_tokenizer import (
-    CONTROL,
-    END_KEYS,
-    MERGES,
-    NAMED_TOKENS,
-    NORMAL,
-    TOKENS,
-    TYPES,
-    UNUSED,
-    USER_DEFINED,
-)
+from xinfer_vk.text.gguf_tokenizer import END_KEYS, MERGES, NAMED_TOKENS
+from xinfer_vk.text.gguf_vocabulary import CONTROL, NORMAL, TOKENS, TYPES, UNUSED, USER_DEFINED
 from xinfer_vk.text.pieces import BYTE_LEVEL
 from xinfer_vk.text.pretokenizers import BY_NAME
 from xinfer_vk.text.tokenizer import Tokenizer, eos_ids, load_tokenizer

@@ -100,8 +100,18 @@ class DerivedTensor(TensorInfo):
         fields = {name: getattr(stored, name) for name in TensorInfo.__dataclass_fields__}
         return cls(**{**fields, **changes}, stored=stored)
 
+    @property
+    def files(self) -> tuple[MappedFile, ...]:
+        return self.stored.files
+
     def rows(self) -> np.ndarray:
         return self.read_rows(slice(None))
+
+    def prefetch(self) -> None:
+        self.stored.prefetch()
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        self.stored.release(start, stop)
 
     def release_rows(self, start: int, stop: int) -> None:
         self.stored.release_rows(start, stop)

@@ -22,6 +22,8 @@ class QuantizedTensor(DerivedTensor):
     def read_rows(self, which: slice | np.ndarray) -> np.ndarray:
         """Raises :class:`ModelError`, with the tensor's name, for weights that are NaN or infinite."""
         values = dequantize_rows(self.stored.fmt, self.stored.read_rows(which), self.shape[-1])
+        if self.stored.order is not None:
+            values = values[:, np.argsort(self.stored.order)]
         return quantize_rows(self.fmt, values, f"{self.where}: the tensor {quoted(self.name)}")
 
 
@@ -45,7 +47,7 @@ def quantized_tensors(
             low_bit[tensor.fmt] += 1
             continue
         else:
-            out[name] = QuantizedTensor.of(tensor, fmt=choice.fmt)
+            out[name] = QuantizedTensor.of(tensor, fmt=choice.fmt, order=None)
         if choice.fallback:
             notes[choice.fallback] += 1
     formats = ", ".join(low_bit)
