@@ -14,6 +14,6 @@ __all__ = ["Case", "Finding", "Outcome", "all_cases", "run_cases"]
 
 def all_cases() -> list[Case]:
     """Every case, in the order of a token's way through the model."""
-    from xinfer_vk.selftest import attention, device, sample, small, weights
+    from xinfer_vk.selftest import attention, device, experts, sample, small, weights
 
-    return [*device.CASES, *weights.CASES, *small.CASES, *attention.CASES, *sample.CASES]
+    return [*device.CASES, *weights.CASES, *experts.CASES, *small.CASES, *attention.CASES, *sample.CASES]

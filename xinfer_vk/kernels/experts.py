@@ -1,0 +1,122 @@
+"""Matrix products with the experts of a mixture: ``y[pair] = W[expert of pair] x[pair // x_share]``.
+
+The shaders of :mod:`xinfer_vk.kernels.matmul`, with the specialization constant that makes a workgroup
+take its rows, and its expert, from the lists of :mod:`xinfer_vk.kernels.routing`. So the weights of an
+expert that nobody chose are not read, and those of a chosen one once for each tile of its pairs. The
+group counts are those of the most tiles there can be; workgroups beyond the tiles in use return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from xinfer_vk.kernels.base import Ref, ceil_div
+from xinfer_vk.kernels.layout import matrix_words, row_words
+from xinfer_vk.kernels.matmul import EPILOGUES, apply_epilogue, choose
+from xinfer_vk.kernels.routing import Routing, read_tiles
+from xinfer_vk.kernels.unpack import unpack
+from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """Experts ``first .. first + count`` of a layer's matrix: each has its ``rows`` in the x8 layout at
+    ``offset + i * words`` of ``buffer``. Experts over the device's storage-buffer range are several of
+    these; none lies in two buffers."""
+
+    buffer: Buffer
+    offset: int
+    first: int
+    count: int
+    words: int
+
+
+def pairs_per_tile(
+    profile: DeviceProfile, products: Sequence[tuple[str, int]], tokens: int, experts: int, per_token: int
+) -> int:
+    """How many pairs a tile should hold: twice the mean of an expert, so that most experts are one tile,
+    and as many as the kernels of the ``products`` (format, columns) take. 1 for one token, whose experts
+    all differ."""
+    wanted = 1 if tokens == 1 else max(1, 2 * tokens * per_token // experts)
+    return min(choose(profile, fmt, cols, wanted, True)[2] for fmt, cols in products)
+
+
+def expert_linear(
+    profile: DeviceProfile,
+    fmt: str,
+    parts: Sequence[ExpertPart],
+    rows: int,
+    cols: int,
+    routing: Routing,
+    x: Ref,
+    x_stride: int,
+    x_share: int,
+    y: Ref,
+    y_stride: int,
+    epilogue: str,
+    label: str = "experts",
+) -> list[Step]:
+    """Steps that compute ``y[pair] = W_e x[pair // x_share]``, ``e`` being the expert that the pair chose,
+    for all pairs in use of ``routing``; ``W_e``: [rows, cols]. ``x_share`` is ``per_token`` where x has a
+    row a token, 1 where it has one a pair. ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`.
+    One step a part; none waits for another.
+
+    Raises ``ValueError`` for an epilogue or format that does not exist, and for experts that do not begin
+    at a multiple of 4 words.
+    """
+    if epilogue not in EPILOGUES:
+        raise ValueError(f"epilogue {epilogue!r} does not exist (there are: {', '.join(EPILOGUES)})")
+    row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
+    aligned = x.offset % 4 == 0 and x_stride % 4 == 0
+    plain, tile_rows, tile_pairs = choose(profile, fmt, cols, routing.tile, aligned)
+    assert tile_pairs >= routing.tile, f"{plain.name} takes {tile_pairs} of {routing.tile} pairs"
+    kernel = _with_experts(plain, fmt)
+    steps: list[Step] = []
+    for part in parts:
+        if part.offset % 4 or part.words % 4:
+            raise ValueError(
+                f"{label}: experts begin at word {part.offset} and every {part.words}: must be multiples of 4"
+            )
+        params: dict[str, int | float] = {
+            "w_offset": part.offset, "rows": rows, "cols": cols, "first_row": 0, "x_offset": x.offset,
+            "x_stride": x_stride, "y_offset": y.offset, "y_stride": y_stride, "bias_offset": 0, "has_bias": 0,
+            "epilogue": EPILOGUES.index(epilogue), "count_at": routing.tiles, "expert_words": part.words,
+            "first_expert": part.first, "experts": part.count, "x_share": x_share,
+        }  # fmt: skip
+        lists = routing.buffer
+        buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": lists, "bias": lists}
+        groups = (ceil_div(rows, tile_rows), routing.max_tiles)
+        steps.append(make_step(kernel, buffers, params, groups, label, independent=bool(steps)))
+    return steps
+
+
+@cache
+def _with_experts(plain: Kernel, fmt: str) -> Kernel:
+    spec = tuple((name, 1 if name == "experts" else value) for name, value in plain.spec)
+    return replace(plain, name=f"{plain.name}.experts", spec=spec, oracle=_oracle(fmt))
+
+
+def _oracle(fmt: str) -> Callable[[OracleCall], None]:
+    def oracle(call: OracleCall) -> None:
+        p, routing, y = call.p, call.u32("state"), call.f32("y")
+        swiglu = EPILOGUES[p.epilogue] == "swiglu"
+        for expert, first, end in read_tiles(routing, p.count_at):
+            if not p.first_expert <= expert < p.first_expert + p.experts:
+                continue
+            start = p.w_offset + (expert - p.first_expert) * p.expert_words
+            words = matrix_words(fmt, p.rows, p.cols)
+
+            def dense(start: int = start, words: int = words) -> np.ndarray:
+                return unpack(fmt, call.u32("w")[start : start + words], p.rows, p.cols)
+
+            weights = call.cached(("w", fmt, start, p.rows, p.cols), dense)  # [rows, cols]
+            pairs = routing[first:end].astype(np.int64)[:, None]
+            x_at = p.x_offset + pairs // p.x_share * p.x_stride + np.arange(p.cols)
+            y_at = p.y_offset + pairs * p.y_stride + np.arange(p.rows // 2 if swiglu else p.rows)
+            y[y_at] = apply_epilogue(p.epilogue, call.f32("x")[x_at] @ weights.T, y[y_at])
+
+    return oracle
