@@ -18,7 +18,7 @@ from xinfer_vk.models.rope_scaling import RopeScaling, rope_from_hf, rope_inv_fr
 
 __all__ = ["ModelConfig", "RopeScaling", "config_from_gguf", "config_from_hf", "rope_inv_freq"]
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "granite", "olmo2")
 
 # Sizes far beyond any model of these families: a number above is damage, and is refused before
 # anything is allocated for it.

@@ -96,6 +96,58 @@ HF_FAMILIES = (
         },
         frozenset({"attn_logit_softcapping", "final_logit_softcapping"}),
     ),
+    HFFamily(
+        "mistral",
+        ("MistralForCausalLM",),
+        ("mistral",),
+        {
+            **_LLAMA,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    HFFamily(
+        "smollm3",
+        ("SmolLM3ForCausalLM",),
+        ("smollm3",),
+        {
+            **_COMMON,
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "use_sliding_window": False,
+            "sliding_window": None,
+        },
+        frozenset({"no_rope_layers"}),
+    ),
+    HFFamily(
+        "granite",
+        ("GraniteForCausalLM",),
+        ("granite",),
+        {**_LLAMA, "attention_multiplier": 1.0},
+        frozenset({"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}),
+    ),
+    HFFamily(
+        "olmo2",
+        ("Olmo2ForCausalLM",),
+        ("olmo2",),
+        {
+            **_COMMON,
+            "vocab_size": 50304,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 50279,
+        },
+    ),
 )
 
 

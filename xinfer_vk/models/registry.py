@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from xinfer_vk.errors import ModelError
-from xinfer_vk.models import gemma2, gemma3, llama, qwen2, qwen3
+from xinfer_vk.models import gemma2, gemma3, granite, llama, mistral, olmo2, qwen2, qwen3, smollm3
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights
 from xinfer_vk.models.graph import Graph
@@ -23,9 +23,13 @@ class Family(Protocol):
 FAMILIES: dict[str, Family] = {
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "granite": granite,
     "llama": llama,
+    "mistral": mistral,
+    "olmo2": olmo2,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "smollm3": smollm3,
 }
 
 
