@@ -46,7 +46,17 @@ def dense_attention(q, keys, values, past, window=None, softcap=0.0, scale=None)
 
 
 def attend(
-    runtime, sequences, rows, heads, kv_heads, head_dim, kv_dtype="f16", *, profile=None, context=0, seed=0,
+    runtime,
+    sequences,
+    rows,
+    heads,
+    kv_heads,
+    head_dim,
+    kv_dtype="f16",
+    *,
+    profile=None,
+    context=0,
+    seed=0,
     **options,
 ):
     """(device's output, dense output), both [tokens, heads, head_dim], of random numbers."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
+from xinfer_vk.cli.options import QUANTIZE_TYPES
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import UsageError, XinferError
 
@@ -62,6 +63,9 @@ COUNTS = Counts()
     multiple=True,
     help="Format of the KV cache. May be repeated. [default: f16]",
 )
+@click.option(
+    "--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate, of the models that are files."
+)
 @click.option("--profile", is_flag=True, help="Also the time of each kernel in a step of each row.")
 @click.option("--output", "-o", type=click.Choice(FORMATS), default="md", show_default=True)
 @click.option("--quiet", "-q", is_flag=True, help="Print the results and nothing else.")
@@ -78,6 +82,7 @@ def command(
     repeats: int,
     warm_up: int,
     kv_dtype: tuple[str, ...],
+    quantize: str | None,
     profile: bool,
     output: str,
     quiet: bool,
@@ -122,7 +127,9 @@ def command(
                 progress("measuring the device", 1, 1)
                 for (model, is_synthetic), kv in product(subjects, kv_dtype):
                     try:
-                        subject = load_subject(runtime, model, synthetic=is_synthetic, progress=progress)
+                        subject = load_subject(
+                            runtime, model, synthetic=is_synthetic, quantize=quantize, progress=progress
+                        )
                         try:
                             bench = Bench(subject, tests, kv, progress)
                             _measure(bench, tests, repeats, warm_up, profile, peak, report, progress)

@@ -26,6 +26,7 @@ from xinfer_vk.models.registry import family
 from xinfer_vk.plan import WORD_BYTES, BufferKind, Plan, Runtime
 from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.hub import resolve_model
+from xinfer_vk.weights.quantize.loading import quantized
 from xinfer_vk.weights.source import open_model
 from xinfer_vk.weights.synthetic import SyntheticPlanner, open_synthetic
 
@@ -57,10 +58,15 @@ class Subject:
 
 
 def load_subject(
-    runtime: Runtime, model: str, *, synthetic: bool, progress: Progress | None = None
+    runtime: Runtime,
+    model: str,
+    *,
+    synthetic: bool,
+    quantize: str | None = None,
+    progress: Progress | None = None,
 ) -> Subject:
     """Put a model on the device: ``model`` as for :class:`~xinfer_vk.engine.llm.LLM`, or SHAPE:FORMAT if
-    ``synthetic``. No tokenizer is read. Raises what these raise."""
+    ``synthetic``. ``quantize`` as there. No tokenizer is read. Raises what these raise."""
     began = time.perf_counter()
     planner: WeightPlanner
     if synthetic:
@@ -68,6 +74,8 @@ def load_subject(
         planner = SyntheticPlanner(source, runtime.profile, fmt)
     else:
         source = open_model(resolve_model(model, progress))
+        if quantize is not None:
+            source, _ = quantized(source, quantize)
         fmt = main_format(source)
         planner = WeightPlanner(source, runtime.profile)
     with source:

@@ -67,6 +67,22 @@ FORMATS = {
 BY_GGML_TYPE = {f.ggml_type: f for f in FORMATS.values()}
 BY_SAFETENSORS = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
+# What llama.cpp's quantizer takes for rows that a format's blocks do not divide (Qwen2.5-0.5B's are 896
+# wide, no multiple of 256), and so what real files of these names have.
+INSTEAD = {
+    "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
+}  # fmt: skip
+
+
+def fitting_format(fmt: str, cols: int) -> str:
+    """``fmt``, or the next wider one whose blocks divide ``cols``."""
+    while True:
+        try:
+            row_words(fmt, cols)
+            return fmt
+        except ValueError:  # its blocks do not
+            fmt = INSTEAD.get(fmt, "f16")
+
 
 def as_f32(fmt: str, data: np.ndarray) -> np.ndarray:
     """Values of an unblocked format as float32 ``[n]``: exact, since all three are subsets of it.

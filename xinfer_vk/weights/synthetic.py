@@ -14,31 +14,15 @@ import numpy as np
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_words import fill_words
-from xinfer_vk.kernels.layout import row_words
 from xinfer_vk.kernels.synthetic import PATTERNS, fill_weights
 from xinfer_vk.models.shapes import shape_config
 from xinfer_vk.plan import DeviceProfile, Plan, Runtime, Step
 from xinfer_vk.weights.device import WeightPlanner
+from xinfer_vk.weights.formats import fitting_format
 from xinfer_vk.weights.source import ModelSource
 from xinfer_vk.weights.tensors import TensorInfo
 
 ONE = int(np.float32(1).view(np.uint32))
-
-# What llama.cpp's quantizer takes for rows that a format's blocks do not divide (Qwen2.5-0.5B's are 896
-# wide, no multiple of 256), and so what real files of these names have.
-INSTEAD = {
-    "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
-}  # fmt: skip
-
-
-def fitting_format(fmt: str, cols: int) -> str:
-    """``fmt``, or the next wider one whose blocks divide ``cols``."""
-    while True:
-        try:
-            row_words(fmt, cols)
-            return fmt
-        except ValueError:  # its blocks do not
-            fmt = INSTEAD.get(fmt, "f16")
 
 
 def open_synthetic(name: str) -> tuple[ModelSource, str]:

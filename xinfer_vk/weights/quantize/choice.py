@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xinfer_vk.errors import UsageError
-from xinfer_vk.weights.formats import FORMATS
+from xinfer_vk.weights.formats import fitting_format
 
 TYPES = ("q8_0", "q6_k", "q4_k", "q4_1", "q4_0")  # that a model can be quantized to
 FOUR_BITS = ("q4_k", "q4_1", "q4_0")
-OF_32 = {"q4_k": "q5_0", "q6_k": "q8_0"}  # what has blocks of 32 and at least as many bits
 
 # Names as Hugging Face and as GGUF files have them.
 HEADS = ("lm_head.weight", "output.weight")
@@ -52,10 +51,9 @@ def choose(kind: str, name: str, shape: tuple[int, ...], *, tied: bool) -> Choic
     if kind in FOUR_BITS and (name in HEADS or (tied and name in EMBEDDINGS)):
         wanted = "q6_k"
     cols = shape[-1]
-    if cols % FORMATS[wanted].block == 0:
+    fitting = fitting_format(wanted, cols)
+    if fitting == wanted:
         return Choice(wanted)
-    if wanted in OF_32 and cols % 32 == 0:
-        return Choice(
-            OF_32[wanted], f"{OF_32[wanted]} instead of {wanted}: {cols} columns are not whole blocks of 256"
-        )
-    return Choice(None, f"not quantized: {cols} columns are not whole blocks of 32")
+    if fitting == "f16":
+        return Choice(None, f"not quantized: {cols} columns are not whole blocks of 32")
+    return Choice(fitting, f"{fitting} instead of {wanted}: {cols} columns are not whole blocks of 256")
