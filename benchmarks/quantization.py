@@ -145,9 +145,9 @@ class Variant:
 
 def variants(folder: Path) -> Iterator[Variant]:
     from xinfer_vk.engine.quantize import quantize_model
-    from xinfer_vk.weights.pull import ensure_demo_model
+    from xinfer_vk.weights.hub import resolve_model
 
-    demo = ensure_demo_model()
+    demo = resolve_model("smollm2-135m")
     yield Variant("SmolLM2-135M, Q4_1 as shipped", demo)
     for kind in TYPES:
         if kind == "q4_1":
