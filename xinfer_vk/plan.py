@@ -168,7 +168,14 @@ class Plan:
 
 
 class Recorded(Protocol):
-    """A plan made ready by a runtime. ``run`` returns when the device has finished."""
+    """A plan made ready by a runtime. ``run`` returns when the device has finished.
+
+    ``longest_step_s``: the longest time in the last run of a step that was submitted by itself because it
+    takes so long; 0 if there was none.
+    """
+
+    @property
+    def longest_step_s(self) -> float: ...
 
     def run(self) -> None: ...
 

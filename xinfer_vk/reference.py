@@ -99,6 +99,8 @@ class NumpyRuntime:
 class RecordedOracles:
     """A plan bound to the NumPy runtime."""
 
+    longest_step_s = 0.0  # nothing is submitted
+
     def __init__(self, runtime: NumpyRuntime, plan: Plan) -> None:
         self._runtime, self._steps = runtime, plan.steps
         self._ends_ns: list[int] = []  # of the last run: its start, then the end of each step

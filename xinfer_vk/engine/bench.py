@@ -278,7 +278,9 @@ class Bench:
         try:
             if test.depth:
                 self._prefill(sequences, test.depth)
-            size = 1 if test.kind == "tg" else max(1, min(self.runner.max_tokens // test.batch, test.tokens))
+            size = (
+                1 if test.kind == "tg" else max(1, min(self.runner.prefill_tokens // test.batch, test.tokens))
+            )
             chunks = [Chunk(s, [self._token(i) for i in range(size)]) for s in sequences]
             plan, times_ns = self.runner.time_steps(chunks, 1 + repeats)
             batch = Batch(size * test.batch, test.batch, [(test.depth + size, size)] * test.batch)
@@ -320,7 +322,7 @@ class Bench:
         left = dict.fromkeys(range(len(sequences)), count)
         seconds = []
         while left:
-            room, chunks = self.runner.max_tokens, []
+            room, chunks = self.runner.prefill_tokens, []
             for i in list(left):
                 size = min(room, left[i])
                 if size == 0:

@@ -30,6 +30,8 @@ from xinfer_vk.sampling.logprobs import TokenLogprobs
 Outputs = Literal["none", "last", "all"]
 Head: TypeAlias = Literal["argmax", "logits", "logprobs"] | SamplerVariant
 
+LONG_STEP_S = 0.4  # a dispatch that takes longer is for too many tokens: drivers give up on those of seconds
+FEWEST_PREFILL_TOKENS = 64  # fewer would read the weights too often
 MAX_OUTPUTS = 32  # rows of logits kept at once: 32 x 152k x 4 bytes = 19 MB for Qwen2.5
 
 
@@ -51,7 +53,8 @@ def bucket(count: int) -> int:
 class ModelRunner:
     """Runs batches of one model on one device over one KV cache.
 
-    ``max_tokens`` bounds the rows of a step (the prefill chunk), ``cache.capacity`` the positions.
+    ``max_tokens`` bounds the rows of a step, ``cache.capacity`` the positions. Prefills should take
+    ``prefill_tokens`` a step: at first as many, fewer once a single dispatch was seen to take too long.
     Plans are recorded on first use, one for each (tokens bucket, outputs bucket, head); ``progress(done,
     total)`` hears of the pipelines made for them.
     """
@@ -71,6 +74,7 @@ class ModelRunner:
         chunk = min(bucket(max_tokens), bucket(cache.capacity))
         self.max_tokens = min(max(chunk, bucket(cache.max_sequences)), state_layout.MAX_TOKENS)
         self.max_outputs = min(bucket(max_outputs), max(self.max_tokens, bucket(cache.max_sequences)))
+        self.prefill_tokens = self.max_tokens  # of a step; fewer where the device is slow
         self.steps_run = 0
         self.last_plan: Plan | None = None  # of the step run last
         self.bytes_read = 0
@@ -128,6 +132,8 @@ class ModelRunner:
         total = sum(len(chunk.token_ids) for chunk in chunks)
         recorded, self.last_plan = self._plan(bucket(total), bucket(rows), head)
         recorded.run()
+        if recorded.longest_step_s > LONG_STEP_S and total > FEWEST_PREFILL_TOKENS:
+            self.prefill_tokens = min(self.prefill_tokens, bucket(total) // 2)
         for chunk in chunks:
             chunk.sequence.length += len(chunk.token_ids)
         self.steps_run += 1

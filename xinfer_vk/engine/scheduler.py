@@ -147,7 +147,7 @@ class Scheduler:
     # -- what runs ----------------------------------------------------------------------------
 
     def _batch(self) -> list[tuple[Generation, Chunk]]:
-        room = self.runner.max_tokens
+        room = self.runner.prefill_tokens
         batch: list[tuple[Generation, Chunk]] = []
         for generation in self._running:
             left = len(generation.prompt_ids) - 1 - generation.fed

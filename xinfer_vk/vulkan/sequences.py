@@ -3,11 +3,16 @@
 With the layer one sequence holds many steps, and the layer puts the barriers in. Without it Kompute
 has no barrier between dispatches, so only steps that are independent of each other share a sequence,
 and the fence at the end of each submit is what orders them: slow and right.
+
+Drivers give up on a submit that takes seconds (Windows after two, amdgpu after ten), and nobody knows
+beforehand how long a plan takes on the device at hand. So a plan is first recorded in short pieces, whose
+times say how it is recorded for good: in as few submits as take :data:`SUBMIT_S` at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +26,11 @@ from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.programs import Programs
 
+SUBMIT_S = 0.2  # a submit should take no longer
+PROBE_STEPS = 8  # of a submit in a plan's first run: about a layer
+
+Range = tuple[int, int]  # steps, from and up to
+
 
 @dataclass
 class RunCounts:
@@ -32,7 +42,8 @@ class RunCounts:
 
 
 class Recorder:
-    """Turns steps into sequences on one device. ``steps_per_submit`` limits the steps of a sequence."""
+    """Turns steps into sequences on one device. ``steps_per_submit``: the steps of a sequence at most; None:
+    as many as time allows, where plans can be cut anywhere."""
 
     def __init__(
         self,
@@ -45,14 +56,31 @@ class Recorder:
         self._manager, self._programs, self._layer, self._guard = manager, programs, layer, guard
         self._steps_per_submit = steps_per_submit
 
+    @property
+    def adapts(self) -> bool:
+        """Whether plans are cut by time."""
+        return self._steps_per_submit is None and self._layer is not None
+
+    def ranges(self, steps: Sequence[Step]) -> list[Range]:
+        """How a plan that has not been run is cut into submits."""
+        limit = self._steps_per_submit or (PROBE_STEPS if self.adapts else len(steps))
+        cuts, start = [], 0
+        for i in range(1, len(steps) + 1):
+            ends = i == len(steps) or i - start >= limit
+            if ends or (self._layer is None and not steps[i].independent):
+                cuts.append((start, i))
+                start = i
+        return cuts
+
     def record(
-        self, steps: Sequence[Step], doing: str, timed: bool = False
+        self, steps: Sequence[Step], ranges: Sequence[Range], doing: str, timed: bool = False
     ) -> tuple[list[Any], list[tuple[int, int]]]:
-        """The sequences of some steps, ready to evaluate; with ``timed`` also the layer's number and the
+        """The sequences of those ranges, ready to evaluate; with ``timed`` also the layer's number and the
         dispatches of each recording."""
         sequences: list[Any] = []
         recordings: list[tuple[int, int]] = []
-        for part in self._parts(steps):
+        for start, stop in ranges:
+            part = steps[start:stop]
             algorithms = [self._programs.algorithm(step) for step in part]
             with self._guard(doing):
                 sequence = self._manager.sequence()
@@ -63,11 +91,15 @@ class Recorder:
                 recordings.append((self._layer.newest_recording(), len(part)))
         return sequences, recordings
 
-    def evaluate(self, sequences: Sequence[Any], doing: str) -> None:
-        """Run sequences one after the other, each to its end."""
+    def evaluate(self, sequences: Sequence[Any], doing: str) -> list[float]:
+        """Run sequences one after the other, each to its end. Seconds of each."""
+        seconds = []
         for sequence in sequences:
+            began = time.perf_counter()
             with self._guard(doing):
                 sequence.eval()
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
     def _fill(self, sequence: Any, steps: Sequence[Step], algorithms: Sequence[Any], timed: bool) -> None:
         """kp begins the command buffer at the first record and ends it at the first eval. A sequence is
@@ -80,14 +112,26 @@ class Recorder:
                 layer.next_is_independent()
             sequence.record(dispatch(algorithm, np.ascontiguousarray(step.push, np.uint32)))
 
-    def _parts(self, steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
-        limit = self._steps_per_submit or len(steps)
-        start = 0
-        for i in range(1, len(steps) + 1):
-            ends = i == len(steps) or i - start >= limit
-            if ends or (self._layer is None and not steps[i].independent):
-                yield steps[start:i]
-                start = i
+
+def recut(ranges: Sequence[Range], seconds: Sequence[float]) -> list[Range]:
+    """Ranges of steps that took so long, cut so that each takes :data:`SUBMIT_S` at most (one that was
+    measured whole, half as much again), in as few as neighbours can be joined to. The steps of a range are
+    taken to be alike; a single step is a range however long it takes."""
+    pieces: list[tuple[int, int, float]] = []
+    for (start, stop), took in zip(ranges, seconds):
+        each, size = took / (stop - start), stop - start
+        if took > 1.5 * SUBMIT_S:
+            size = max(1, int(SUBMIT_S / each))
+        for a in range(start, stop, size):
+            b = min(a + size, stop)
+            pieces.append((a, b, each * (b - a)))
+    joined: list[tuple[int, int, float]] = []
+    for start, stop, took in pieces:
+        if joined and joined[-1][2] + took <= SUBMIT_S:
+            joined[-1] = (joined[-1][0], stop, joined[-1][2] + took)
+        else:
+            joined.append((start, stop, took))
+    return [(start, stop) for start, stop, _ in joined]
 
 
 class RecordedPlan:
@@ -117,7 +161,11 @@ class RecordedPlan:
             counts,
         )
         self._released = ""
-        self._sequences, self._recordings = recorder.record(steps, f"recording plan {plan.name!r}", timed)
+        self._steps, self._timed = steps, timed
+        self._sequences: list[Any] = []
+        self._seconds: list[list[float]] = []  # of each range, in its last two runs
+        self._record(recorder.ranges(steps))
+        self._probing = True
 
     def run(self) -> None:
         """Run every step and wait. kp holds the GIL meanwhile.
@@ -127,11 +175,39 @@ class RecordedPlan:
         """
         if self._released:
             raise UsageError(f"plan {self.name!r} cannot run: {self._released}")
-        self._recorder.evaluate(self._sequences, self._doing)
+        if self._recorder.adapts:
+            self._adapt()  # now, not after the last run: its timestamps may have been wanted
+        took = self._recorder.evaluate(self._sequences, self._doing)
+        self._seconds = [*self._seconds[-1:], took]
         counts = self._counts
         counts.runs += 1
         counts.dispatches += self.dispatches
         counts.submits += len(self._sequences)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Of the last run, where it was measured: steps that have a submit of their own."""
+        spans = zip(self._ranges, self._seconds[-1] if self._seconds else ())
+        return max((took for (start, stop), took in spans if stop - start == 1), default=0.0)
+
+    def _adapt(self) -> None:
+        """Record the plan anew if its last two runs say that it should be cut in another way; the first one
+        alone may. Of the two the shorter times count: the machine may have been busy with something else."""
+        if len(self._seconds) < (1 if self._probing else 2):
+            return
+        seconds = [min(each) for each in zip(*self._seconds)]
+        ranges = recut(self._ranges, seconds)
+        if len(ranges) > len(self._ranges) or 2 * len(ranges) <= len(self._ranges):
+            self._record(ranges)
+        self._probing = False
+
+    def _record(self, ranges: list[Range]) -> None:
+        doing, before = f"recording plan {self.name!r}", self._sequences
+        self._sequences, self._recordings = self._recorder.record(self._steps, ranges, doing, self._timed)
+        self._ranges = ranges
+        self._seconds = []
+        for sequence in before:
+            sequence.destroy()
 
     def times_ns(self) -> np.ndarray:
         """How long each step of the plan took on the device in the last run, ``float64 [steps]``, in

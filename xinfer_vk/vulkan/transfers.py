@@ -55,7 +55,7 @@ class Transfers:
         return self._staging, view
 
     def _run(self, step: Step, doing: str) -> None:
-        sequences, _ = self._recorder.record([step], doing)
+        sequences, _ = self._recorder.record([step], [(0, 1)], doing)
         self._recorder.evaluate(sequences, doing)
 
 
