@@ -44,6 +44,7 @@ from xinfer_vk.cli.chat_view import PlainView, TerminalView
 from xinfer_vk.cli.output import printable
 from xinfer_vk.errors import DeviceError, UsageError, XinferError
 from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.text.thinking import Piece
 
 CONTEXT = 256
 ESCAPE = "\x1b"
@@ -689,7 +690,7 @@ def test_commands_parameters_and_files_are_completed(tmp_path: Path) -> None:
 def test_a_model_cannot_steer_the_terminal() -> None:
     out = io.StringIO()
     view = TerminalView(out)
-    view.piece("a\x1b[2J\x07\x9b\r\tb\n")
+    view.piece(Piece("a\x1b[2J\x07\x9b\r\tb\n"))
     view.end_answer()
     assert out.getvalue() == "a␛[2J␇\N{REPLACEMENT CHARACTER}␍\tb\n\n"
     assert printable("é ü 漢 🎉\n") == "é ü 漢 🎉\n"
@@ -699,7 +700,7 @@ def test_an_answer_ends_on_a_line_of_its_own() -> None:
     out = io.StringIO()
     view = TerminalView(out)
     for text in ("one", "two\n"):
-        view.piece(text)
+        view.piece(Piece(text))
         view.end_answer()
     assert out.getvalue() == "one\n\ntwo\n\n"
 
@@ -724,7 +725,7 @@ def test_a_pipe_into_a_terminal_is_shown_as_in_a_terminal() -> None:
 
     for stream, want in ((Screen(), "␛"), (io.StringIO(), ESCAPE)):
         view = PlainView(stream, stream)
-        view.piece(ESCAPE)
+        view.piece(Piece(ESCAPE))
         view.notice(ESCAPE)
         assert stream.getvalue() == want + want + "\n"
 
@@ -735,7 +736,7 @@ def test_quiet_shows_errors_and_what_was_asked_for() -> None:
     view.notice("no")
     view.error("x")
     view.table([("a", "1"), ("bcd", "2")])
-    view.piece("answer")
+    view.piece(Piece("answer"))
     view.end_answer()
     assert (out.getvalue(), err.getvalue()) == ("answer\n", "error: x\na    1\nbcd  2\n")
 

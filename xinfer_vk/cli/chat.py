@@ -10,7 +10,13 @@ import click
 
 from xinfer_vk.cli.debug import wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, terminated
-from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
+from xinfer_vk.cli.options import (
+    TEMPLATE_OPTION,
+    model_options,
+    params_from_options,
+    sampling_options,
+    template_args_from_options,
+)
 from xinfer_vk.cli.output import OutputError
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.source import check_unicode
@@ -48,6 +54,7 @@ MAX_ANSWER_TOKENS = 512
     show_default=True,
     help="When the context is full: leave out the oldest turns, or refuse the message.",
 )
+@TEMPLATE_OPTION
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @sampling_options
 @click.option("--no-history", is_flag=True, help="Do not keep what is typed in a history file.")
@@ -62,6 +69,7 @@ def command(
     quantize: str | None,
     context: int | None,
     on_full: str,
+    template_arg: tuple[str, ...],
     ignore_eos: bool,
     no_history: bool,
     quiet: bool,
@@ -77,6 +85,7 @@ def command(
     """
     fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
     check_unicode(system or "", "the system text")
+    template_args = template_args_from_options(template_arg)
     params_from_options({**options, "recommended": False}, **fields)  # a mistake is told before loading
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -95,7 +104,9 @@ def command(
             progress=progress,
         ) as llm:  # fmt: skip
             params = params_from_options(options, llm.generation_config, **fields)
-            session = llm.chat(system=system, params=params, on_full=on_full)  # type: ignore[arg-type]
+            session = llm.chat(
+                system=system, params=params, on_full=on_full, template_args=template_args  # type: ignore[arg-type]
+            )  # fmt: skip
             view = TerminalView(quiet=quiet) if terminal else PlainView(quiet=quiet)
             for notice in llm.notices:
                 view.notice(notice)

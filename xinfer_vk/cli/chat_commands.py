@@ -111,8 +111,9 @@ class Chat:
             stream.close()  # if it has not ended: not some time later
             if self._progress is not None:
                 self._progress.close()
-            self.interrupted = stream.partial_result.finish_reason == "interrupted"
-            if not self.interrupted or stream.partial_result.text:
+            so_far = stream.partial_result
+            self.interrupted = so_far.finish_reason == "interrupted"
+            if not self.interrupted or so_far.text or so_far.thinking:
                 self.view.end_answer()
         result = stream.result
         self.editing = False
@@ -128,7 +129,8 @@ class Chat:
         elif result.finish_reason == "length":
             full = len(result.prompt_token_ids) + len(result.token_ids) >= session.context
             reason = "the context is full" if full else f"max_new_tokens={len(result.token_ids)} is reached"
-            self.view.notice(f"(cut off: {reason})")
+            when = " while it was thinking" if result.thinking and not result.text else ""
+            self.view.notice(f"(cut off{when}: {reason})")
         if self.verbose:
             m = result.metrics
             self.view.notice(f"reused {m.reused_tokens} tok | {m.timing_line()}")

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from xinfer_vk.cli.answer import AnswerWriter
 from xinfer_vk.cli.output import printable
+from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,8 +19,8 @@ Rows = Sequence[tuple[str, str]]
 class View(Protocol):
     """Where a chat's output goes."""
 
-    def piece(self, text: str) -> None:
-        """A piece of an answer."""
+    def piece(self, piece: Piece) -> None:
+        """A piece of an answer, or of the thinking before it."""
 
     def end_answer(self) -> None:
         """The answer is over."""
@@ -43,12 +45,14 @@ class PlainView:
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False) -> None:
         self._out, self._err, self._quiet = out or sys.stdout, err or sys.stderr, quiet
+        self._answer = AnswerWriter(self._out)
 
-    def piece(self, text: str) -> None:
-        _write(self._out, text)
+    def piece(self, piece: Piece) -> None:
+        self._answer.write(piece)
 
     def end_answer(self) -> None:
-        self.piece("\n")
+        self._answer.end()
+        _write(self._out, "\n")
 
     def notice(self, text: str) -> None:
         if not self._quiet:
@@ -67,7 +71,7 @@ class PlainView:
 
 
 class TerminalView:
-    """For people: answers as plain text, and notices in colours that set them apart."""
+    """For people: answers as plain text, thinking dim, and notices in colours that set them apart."""
 
     def __init__(
         self, out: TextIO | None = None, console: Console | None = None, quiet: bool = False
@@ -76,18 +80,15 @@ class TerminalView:
 
         self._out, self._quiet = out or sys.stdout, quiet
         self._console = console or Console(stderr=True, highlight=False)
-        self._at_start = True  # of a line
+        self._answer = AnswerWriter(self._out, terminal=True)
 
-    def piece(self, text: str) -> None:
-        if text:
-            self._out.write(printable(text))
-            self._out.flush()
-            self._at_start = text.endswith("\n")
+    def piece(self, piece: Piece) -> None:
+        self._answer.write(piece)
 
     def end_answer(self) -> None:
-        self._out.write("\n" if self._at_start else "\n\n")
-        self._out.flush()
-        self._at_start = True
+        at_start = self._answer.at_start
+        self._answer.end()
+        _write(self._out, "\n" if at_start else "\n\n")
 
     def notice(self, text: str) -> None:
         if not self._quiet:

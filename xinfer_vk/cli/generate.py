@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.answer import AnswerWriter
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.jsonl import OrderedWriter, PromptLine, check_output, read_prompts
-from xinfer_vk.cli.options import model_options, params_from_options, sampling_options
+from xinfer_vk.cli.options import (
+    TEMPLATE_OPTION,
+    model_options,
+    params_from_options,
+    sampling_options,
+    template_args_from_options,
+)
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.report import (
@@ -24,6 +32,7 @@ from xinfer_vk.cli.report import (
 from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.errors import UsageError
 from xinfer_vk.sampling.params import DEFAULT_MAX_NEW_TOKENS
+from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM, GenerationResult
@@ -73,6 +82,7 @@ def gather_prompts(
 @click.option("--keep-going", is_flag=True, help="Leave out lines of --prompts that cannot be run.")
 @click.option("--system", "-s", help="System text for the chat template.")
 @click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
+@TEMPLATE_OPTION
 @click.option(
     "--max-new-tokens",
     "-n",
@@ -113,6 +123,7 @@ def command(
     keep_going: bool,
     system: str | None,
     raw: bool,
+    template_arg: tuple[str, ...],
     max_new_tokens: int,
     samples: int,
     device: str | None,
@@ -131,7 +142,8 @@ def command(
 ) -> None:
     """Generate text from a prompt.
 
-    The text goes to standard output as it is made, notices and timing to standard error. The default is
+    The text goes to standard output as it is made, notices and timing to standard error. What a model thinks
+    first is dim on a terminal, elsewhere between <think> and </think>; --json has it apart. The default is
     greedy; --temperature and the options after it sample. Several prompts (--prompt repeated, or
     --prompts) run as one batch, and each result is printed as it ends. Ctrl-C stops early and keeps
     what there is (exit code 130), and so does SIGTERM (143).
@@ -139,6 +151,7 @@ def command(
     if output is not None:
         check_output(output, prompts)
     check_unicode(system or "", "the system text")
+    template_args = template_args_from_options(template_arg)
     lines = gather_prompts(prompt, file, prompts, keep_going)
     show = Shown(as_json=as_json, quiet=quiet, verbose=verbose, speed=speed_report)
     fields: dict[str, Any] = {
@@ -173,6 +186,7 @@ def command(
                 params,
                 raw=raw,
                 system=system,
+                template_args=template_args,
                 prompt_logprobs=prompt_logprobs,
                 samples=samples,
                 keep_going=keep_going,
@@ -220,6 +234,7 @@ class Batch:
         *,
         raw: bool,
         system: str | None,
+        template_args: dict[str, Any],
         prompt_logprobs: bool,
         samples: int,
         keep_going: bool,
@@ -234,7 +249,9 @@ class Batch:
                 chosen = params.replace(**line.fields) if line.fields else params
                 chosen.check_vocabulary(llm.config.vocab_size)
                 text_system = line.system if line.system is not None else system
-                ids = llm.encode(line.prompt, system=text_system, raw=raw or None)
+                ids = llm.encode(
+                    line.prompt, system=text_system, raw=raw or None, template_args=template_args
+                )
                 llm.check_fits(ids, chosen)
             except UsageError as error:
                 if not named:
@@ -259,12 +276,13 @@ def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResul
     """One prompt, streamed. What there is of it when an error ends it is printed before the error."""
     reason = None  # why it ended, if the stream itself does not know
     stream = batch.llm.stream(batch.ids[0], batch.params[0], prompt_logprobs=batch.prompt_logprobs)
+    writer = AnswerWriter(sys.stdout)
     with stream:
         try:
             with interruptible(stream.cancel):
                 for piece in stream:
                     if not show.as_json:
-                        say(piece, end="")
+                        writer.write(piece)
         except BaseException as error:
             reason = "error" if isinstance(error, Exception) else "interrupted"
             raise
@@ -275,7 +293,8 @@ def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResul
                 result = dataclasses.replace(result, finish_reason=reason)
             if show.as_json and (reason is None or result.token_ids):
                 say_json(batch.record(result))
-            elif not show.as_json and result.text:
+            elif not show.as_json and (result.text or result.thinking):
+                writer.end()
                 say("")
     show.costs(batch.llm, result)
     return result
@@ -296,7 +315,12 @@ def run_batch(batch: Batch, show: Shown, output: str | None) -> bool:
             say_json(batch.record(result))
         elif writer is None:
             sample = f", sample {result.sample + 1}" if batch.samples > 1 else ""
-            say(f"==> {batch.lines[result.prompt].where}{sample} <==\n{result.text}\n")
+            say(f"==> {batch.lines[result.prompt].where}{sample} <==")
+            answer = AnswerWriter(sys.stdout)
+            answer.write(Piece(result.thinking, thinking=True))
+            answer.write(Piece(result.text))
+            answer.end()
+            say("\n")
         show.costs(batch.llm, result)
 
     try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from xinfer_vk.cli.source import check_unicode
 from xinfer_vk.errors import UsageError
+from xinfer_vk.fields import quoted
 
 if TYPE_CHECKING:
     from xinfer_vk.sampling.params import SamplingParams
@@ -74,6 +76,33 @@ OPTIONS = [
         help="Where tokens are chosen.",
     ),
 ]  # fmt: skip
+
+TEMPLATE_OPTION = click.option(
+    "--template-arg",
+    "template_arg",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A variable of the chat template, as in enable_thinking=false. May be repeated.",
+)
+
+
+def template_args_from_options(options: Sequence[str]) -> dict[str, Any]:
+    """``--template-arg NAME=VALUE``, several: a value that is JSON is what it says, any other is text."""
+    out: dict[str, Any] = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(
+                f"--template-arg {quoted(option)}: write it as NAME=VALUE, for example enable_thinking=false"
+            )
+        check_unicode(text, "--template-arg")
+        if name in out:
+            raise UsageError(f"--template-arg sets {name} twice: set it once")
+        try:
+            out[name] = json.loads(text.lower() if text in ("True", "False") else text)
+        except (ValueError, RecursionError):
+            out[name] = text
+    return out
 
 
 def model_options(command: F) -> F:

@@ -68,6 +68,7 @@ def as_record(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         "sample": result.sample,
         "seed": result.seed,
         "text": result.text,
+        **({"thinking": result.thinking} if llm.thinks else {}),
         "token_ids": list(result.token_ids),
         "prompt_tokens": len(result.prompt_token_ids),
         "finish_reason": result.finish_reason,

@@ -13,12 +13,14 @@ from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.rules import BannedWords
 from xinfer_vk.text.stop import StopStrings
 from xinfer_vk.text.stream import StreamDecoder
+from xinfer_vk.text.thinking import Piece, ThinkingSplitter
 
 
 @dataclass(frozen=True)
 class GenerationResult:
     """What a generation gave.
 
+    ``text`` is the answer, ``thinking`` what a model that reasons thought before it.
     ``finish_reason``: "stop" (end of sequence, a stop token or a stop string), "length" (the limit),
     "interrupted", or "error" (what there was when an exception ended it). ``token_ids``: the generated
     ones; the token that ended the text is not among them, those of a stop string are. ``prompt`` and
@@ -36,6 +38,7 @@ class GenerationResult:
     sample: int = 0
     seed: int = 0
     stop: str | int | None = None  # the stop string or token that ended it
+    thinking: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -59,6 +62,7 @@ class Generation:
     sample: int = 0
     leader: Generation | None = None  # whose prompt's cache blocks this one shares
     stop_event: threading.Event = field(default_factory=threading.Event)
+    splitter: ThinkingSplitter | None = None  # of a model that thinks
     want_prompt_logprobs: bool = False
     keep_sequence: bool = False
 
@@ -73,7 +77,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.params.stop)
-        self._pieces: list[str] = []
+        self._pieces: list[Piece] = []
         self._last = self.started  # when the last token came
         self._shown = 0  # pieces that take() has given out
         self.metrics.prompt_tokens = len(self.prompt_ids)
@@ -138,17 +142,20 @@ class Generation:
         if self._stops.found is None:
             self._show(self._stops.push(self.decoder.finish()))
             self._show(self._stops.finish())
+        if self.splitter is not None:
+            self._pieces += self.splitter.finish()
 
-    def take(self) -> str:
-        """The text made since the last call."""
-        new = "".join(self._pieces[self._shown :])
+    def take(self) -> list[Piece]:
+        """The text made since the last call, in pieces."""
+        new = self._pieces[self._shown :]
         self._shown = len(self._pieces)
         return new
 
     def result(self) -> GenerationResult:
         """What there is; complete once ``finish_reason`` is set."""
         return GenerationResult(
-            text="".join(self._pieces),
+            text="".join(piece for piece in self._pieces if not piece.thinking),
+            thinking="".join(piece for piece in self._pieces if piece.thinking),
             token_ids=tuple(self.generated),
             prompt_token_ids=tuple(self.prompt_ids),
             finish_reason=self.finish_reason or "interrupted",
@@ -162,17 +169,22 @@ class Generation:
         )
 
     def _show(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
+        if text and self.splitter is not None:
+            self._pieces += self.splitter.push(text)
+        elif text:
+            self._pieces.append(Piece(text))
 
 
-def sibling(leader: Generation, sample: int, decoder: StreamDecoder) -> Generation:
+def sibling(
+    leader: Generation, sample: int, decoder: StreamDecoder, splitter: ThinkingSplitter | None
+) -> Generation:
     """Another sample of ``leader``'s prompt, which will share its cache blocks."""
     return Generation(
         prompt_ids=leader.prompt_ids,
         params=leader.params,
         end_ids=leader.end_ids,
         decoder=decoder,
+        splitter=splitter,
         banned=leader.banned,
         seed=leader.seed,
         started=leader.started,

@@ -27,6 +27,7 @@ from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.rules import BannedWords, bad_word_ids
 from xinfer_vk.text.chat import ChatTemplate, encode_chat, is_instruct
 from xinfer_vk.text.stream import StreamDecoder
+from xinfer_vk.text.thinking import ThinkingSplitter, opened_by, tag_ids, thinks
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
 from xinfer_vk.vulkan.runtime import open_runtime
 from xinfer_vk.weights.device import WeightPlanner
@@ -101,6 +102,7 @@ class LLM:
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
             self.instruct = is_instruct(source)
+            self.thinks = thinks(self.tokenizer, self.chat_template.text)
             self.eos_ids = eos_ids(source, self.tokenizer)
             self.dtype = main_format(source)
             self.generation_config = source.generation_config
@@ -135,21 +137,34 @@ class LLM:
 
     # -- prompts ------------------------------------------------------------------------------
 
-    def encode(self, prompt: str, *, system: str | None = None, raw: bool | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        raw: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a prompt. Unless ``raw`` (default: for models without a chat template), the
         prompt becomes a user message in the model's chat template, after ``system`` if given; text
-        that looks like a special token stays text."""
+        that looks like a special token stays text. ``template_args``: variables for the template, such as
+        ``{"enable_thinking": False}``. Raises :class:`UsageError` for one that it does not know."""
         if raw is None:
             raw = not self.instruct
         if raw:
+            if template_args:
+                raise UsageError(
+                    "template arguments need a chat template: leave out --raw, or use an instruct model"
+                )
             if system is not None:
                 raise UsageError(
                     "a system text needs a chat template: leave out --raw, or use an instruct model"
                 )
             return self.tokenizer.encode(prompt, parse_special=True)
+        self.chat_template.check_variables(template_args or {})
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": prompt})
-        return encode_chat(self.tokenizer, self.chat_template, messages)
+        return encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -160,12 +175,14 @@ class LLM:
         *,
         system: str | None = None,
         raw: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
         **fields: Any,
     ) -> GenerationStream:
         """Generate from a text or from token ids, as an iterator over pieces of text.
 
+        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`.
         ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens`` is cut to what the context has room
         for. Setting ``stop_event`` from another thread ends the generation within a step. Raises
@@ -173,7 +190,7 @@ class LLM:
         """
         started = time.perf_counter()
         params = self._params(params, fields)
-        ids = self._prompt_ids(prompt, system, raw)
+        ids = self._prompt_ids(prompt, system, raw, template_args)
         generation = self._generation(ids, params, started, stop_event or threading.Event())
         generation.want_prompt_logprobs = prompt_logprobs
         return GenerationStream(self._begin, generation, self._complete)
@@ -185,6 +202,7 @@ class LLM:
         *,
         system: str | None = None,
         raw: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
         **fields: Any,
@@ -195,6 +213,7 @@ class LLM:
             params,
             system=system,
             raw=raw,
+            template_args=template_args,
             prompt_logprobs=prompt_logprobs,
             stop_event=stop_event,
             **fields,
@@ -208,6 +227,7 @@ class LLM:
         n: int = 1,
         system: str | None = None,
         raw: bool | None = None,
+        template_args: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
         on_result: Callable[[GenerationResult], None] | None = None,
@@ -235,14 +255,16 @@ class LLM:
         generations: list[Generation] = []
         first_with: dict[tuple[int, ...], Generation] = {}  # by its prompt
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
-            leader = self._generation(self._prompt_ids(prompt, system, raw), chosen, started, event)
+            leader = self._generation(
+                self._prompt_ids(prompt, system, raw, template_args), chosen, started, event
+            )
             leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
             if not prompt_logprobs:  # those need every prompt token to be run
                 other = first_with.setdefault(tuple(leader.prompt_ids), leader)
                 leader.leader = None if other is leader else other
             generations.append(leader)
             for sample in range(1, n):
-                generations.append(sibling(leader, sample, StreamDecoder(self.tokenizer)))
+                generations.append(sibling(leader, sample, *self._decoders(leader.prompt_ids)))
         needs = [g.needs_capacity for g in generations]
         rows = min(len(generations), MAX_OUTPUTS)
         with self._lock:
@@ -275,6 +297,7 @@ class LLM:
         context: int | None = None,
         on_full: OnFull = "drop-oldest",
         messages: Sequence[Mapping[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> ChatSession:
         """A conversation, which keeps what it has read in the KV cache from turn to turn.
@@ -295,6 +318,7 @@ class LLM:
             context=context,
             on_full=on_full,
             messages=messages,
+            template_args=template_args,
         )
 
     def perplexity(
@@ -391,13 +415,19 @@ class LLM:
         params.check_vocabulary(self.config.vocab_size)
         return params
 
-    def _prompt_ids(self, prompt: str | Sequence[int], system: str | None, raw: bool | None) -> list[int]:
+    def _prompt_ids(
+        self,
+        prompt: str | Sequence[int],
+        system: str | None,
+        raw: bool | None,
+        template_args: Mapping[str, Any] | None,
+    ) -> list[int]:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UsageError(
                     "the prompt is empty: give some text with --prompt, --file or standard input"
                 )
-            ids = self.encode(prompt, system=system, raw=raw)
+            ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
         else:
             ids = as_ids(prompt)
         self._check_ids(ids)
@@ -432,16 +462,25 @@ class LLM:
             params, lambda text: self.tokenizer.encode(text, parse_special=False, add_bos=False)
         )
         seed = secrets.randbits(64) if params.seed is None else params.seed
+        decoder, splitter = self._decoders(ids)
         return Generation(
             prompt_ids=ids,
             params=params,
             end_ids=ends,
-            decoder=StreamDecoder(self.tokenizer),
+            decoder=decoder,
+            splitter=splitter,
             banned=BannedWords(bad),
             seed=seed,
             started=started,
             stop_event=stop_event,
         )
+
+    def _decoders(self, prompt_ids: list[int]) -> tuple[StreamDecoder, ThinkingSplitter | None]:
+        """What makes text of the tokens after a prompt, and tells the thinking in it from the answer."""
+        if not self.thinks:
+            return StreamDecoder(self.tokenizer), None
+        splitter = ThinkingSplitter(opened_by(self.tokenizer, prompt_ids))
+        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer)), splitter
 
     def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
         """A scheduler with one generation in it, on a cache of at least ``tokens``."""

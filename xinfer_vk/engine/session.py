@@ -25,6 +25,7 @@ from xinfer_vk.errors import UsageError
 from xinfer_vk.fields import quoted
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.text.chat import encode_chat
+from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM
@@ -36,7 +37,8 @@ DEFAULT_CONTEXT = 4096  # tokens, where neither the session nor the LLM says how
 
 @dataclass(frozen=True)
 class Turn:
-    """A message and its answer, which may be cut short."""
+    """A message and its answer, which may be cut short. What the model thought before the answer is not part
+    of a conversation: models are not to read it again."""
 
     user: str
     assistant: str
@@ -57,7 +59,8 @@ class ChatSession:
     ``system``: the system text; None leaves it to the template. ``params``: how answers are made, unless a
     call says otherwise. ``context``: tokens the conversation may take; None is the LLM's, or else 4096 or
     what the model was made for. ``on_full``: what happens when a message does not fit any more.
-    ``messages``: a conversation to go on with.
+    ``messages``: a conversation to go on with. ``template_args``: variables for the chat template, such as
+    ``{"enable_thinking": False}``.
 
     A message fits when it leaves room for an answer: ``max_new_tokens``, or a quarter of the context if
     that is less. Else "drop-oldest" leaves the oldest turns out of what the model reads, until half of
@@ -78,6 +81,7 @@ class ChatSession:
         context: int | None = None,
         on_full: OnFull = "drop-oldest",
         messages: Sequence[Mapping[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         if not llm.instruct:
             raise UsageError(
@@ -90,6 +94,8 @@ class ChatSession:
         if context is not None and not 1 <= context <= room:
             raise UsageError(f"context is {context}: it must be between 1 and {room}")
         self.llm, self.on_full = llm, on_full
+        self.template_args = dict(template_args or {})
+        llm.chat_template.check_variables(self.template_args)
         self.context: int = context or llm.context or min(DEFAULT_CONTEXT, room)
         self._params = params or SamplingParams()
         self._params.check_vocabulary(llm.config.vocab_size)
@@ -292,7 +298,7 @@ class ChatSession:
             f"of {self.context} has room for {most} beside the answer: shorten it, or use a larger --context"
         )
 
-    def _begin(self, stream: ChatStream) -> Iterator[str]:
+    def _begin(self, stream: ChatStream) -> Iterator[Piece]:
         """Take the cache, cut it back to what is common, and run. Ends in :meth:`_ended`."""
         if self._current is not stream:
             raise UsageError("the conversation has gone on since this stream was made: send again")
@@ -369,12 +375,12 @@ class ChatSession:
         return messages_of(self._system, turns)
 
     def _encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages)
+        return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages, **self.template_args)
 
 
 class ChatStream:
-    """An answer under way. Iterate to get text as it is made, whole characters only; :attr:`result` is
-    there afterwards."""
+    """An answer under way. Iterate to get text as it is made, whole characters only, thinking included
+    (``piece.thinking``); :attr:`result` is there afterwards."""
 
     def __init__(
         self, session: ChatSession, generation: Generation, turns: list[Turn], text: str, dropped: int
@@ -384,10 +390,10 @@ class ChatStream:
         self.newly_dropped = max(0, dropped - session.dropped_turns)
         self._iterator = session._begin(self)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Piece]:
         return self
 
-    def __next__(self) -> str:
+    def __next__(self) -> Piece:
         return next(self._iterator)
 
     def cancel(self) -> None:

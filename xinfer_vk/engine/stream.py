@@ -6,11 +6,13 @@ from collections.abc import Callable, Generator, Iterator
 
 from xinfer_vk.engine.generation import Generation, GenerationResult
 from xinfer_vk.engine.scheduler import Scheduler
+from xinfer_vk.text.thinking import Piece
 
 
 class GenerationStream:
-    """Iterate to get text as it is made, whole characters only; afterwards :attr:`result` is there. Nothing
-    runs before the first piece is asked for. A context manager, which closes it.
+    """Iterate to get text as it is made, whole characters only; afterwards :attr:`result` is there. Each
+    piece is a ``str`` that says whether it is of the model's thinking (``piece.thinking``) or of the answer.
+    Nothing runs before the first piece is asked for. A context manager, which closes it.
 
     Whatever ends the loop, an exception included, the sequence's cache blocks are given back, and
     :attr:`partial_result` holds what was made until then.
@@ -25,10 +27,10 @@ class GenerationStream:
         self._begin, self._generation, self._finished = begin, generation, finished
         self._iterator = self._run()
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Piece]:
         return self._iterator
 
-    def __next__(self) -> str:
+    def __next__(self) -> Piece:
         return next(self._iterator)
 
     def __enter__(self) -> GenerationStream:
@@ -57,14 +59,13 @@ class GenerationStream:
         """What there is so far, without running anything: what remains after an error."""
         return self._generation.result()
 
-    def _run(self) -> Generator[str, None, None]:
+    def _run(self) -> Generator[Piece, None, None]:
         generation = self._generation
         scheduler = self._begin(generation)
         try:
             while scheduler.busy:
                 scheduler.step()
-                if text := generation.take():
-                    yield text
+                yield from generation.take()
         except Exception:
             generation.finish("error")
             raise

@@ -9,7 +9,8 @@ people wrote stays text. A user who writes ``<|im_end|>`` sends ten characters, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,33 @@ class ChatTemplate:
         it refuses the messages, or when it does not come to an end.
         """
         return str.__str__(self._render(messages, add_generation_prompt, variables))
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Raise :class:`UsageError` for a name that the template does not use, or that is not to be set."""
+        for name in names:
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables)) or "none"
+                raise UsageError(
+                    f"{self.where}: the chat template has no variable {quoted(name)} to set; it has {known}"
+                )
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names of what a caller may set: ``tools``, ``enable_thinking`` and the like."""
+        from jinja2 import TemplateError, meta
+
+        with self._lock:
+            try:
+                environment, _ = self._compile()
+                used = meta.find_undeclared_variables(environment.parse(self.text))
+            except (TemplateError, RecursionError):  # rendering will say what is wrong with it
+                return frozenset()
+        return frozenset(used) - {
+            "messages",
+            "add_generation_prompt",
+            *environment.globals,
+            *self.special_texts,
+        }
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]

@@ -12,17 +12,20 @@ class StreamDecoder:
 
     The pieces that :meth:`push` and :meth:`finish` return, joined, equal ``tokenizer.decode(all ids)``.
     A token may end inside a character; what is incomplete waits for the next token. The work for a
-    token is proportional to its own bytes.
+    token is proportional to its own bytes. ``shown``: special tokens that are not left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool = True, shown: frozenset[int] = frozenset()
+    ) -> None:
+        self._shown = shown
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drop_space = tokenizer.pieces.drop_first_space
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; maybe none."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
+        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._shown:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._drop_space and data:
