@@ -242,11 +242,20 @@ REFUSED_HF: list[tuple[dict[str, Any], str]] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', true or false was expected"),
     ({"rope_scaling": "llama3"}, "rope_scaling is 'llama3', a mapping or null was expected"),
     (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope_scaling: rope_type is 'yarn', supported: default",
+        {"rope_scaling": {"rope_type": "proportional", "factor": 4.0}},
+        "rope_scaling: rope_type is 'proportional', supported: default",
     ),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: type is 'dynamic'"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: rope_type is 'longrope'"),
+    ({"rope_scaling": {"type": "mrope", "factor": 4.0}}, "rope_scaling: type is 'mrope'"),
+    ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling: the key 'factor' is missing"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: the key 'long_factor' is missing"),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 7, "short_factor": [1.0] * 8}},
+        "rope_parameters: long_factor is [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], a list of 8 positive numbers was",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [0.0] * 8}},
+        "short_factor is [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], a list of 8 positive numbers was expected",
+    ),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: the key 'factor' is missing"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor is 0.0"),
     (
@@ -423,7 +432,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
         {"llama.attention.key_length": 32, "llama.attention.value_length": 16},
         "value_length is 16, only keys and",
     ),
-    ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn', supported: none, linear"),
+    ({"llama.rope.scaling.type": "mrope"}, "llama.rope.scaling.type is 'mrope', supported: none, linear"),
     ({"llama.expert_count": 8}, "llama.expert_count is 8, only 0 is supported"),
     ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5, it must be absent"),
     ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
@@ -479,6 +488,63 @@ def test_scaled_frequencies_equal_transformers() -> None:
     assert np.allclose(got, linear, rtol=1e-6)
     got = rope_inv_freq(rope_config(rope_scaling={**LLAMA3, "rope_type": "llama3"}))
     assert np.allclose(got, llama3, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reach"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({**LLAMA3, "rope_type": "llama3"}, 512),
+    ],
+)
+def test_a_scaled_model_reaches_as_far_as_its_scaling(scaling: dict[str, Any], reach: int) -> None:
+    """``max_position_embeddings`` is 512: before scaling or after it, by the type."""
+    assert rope_config(rope_scaling=scaling).max_position == reach
+
+
+def test_phi3_is_read_as_published() -> None:
+    """What matters of the config.json of microsoft/Phi-4-mini-instruct, with shorter lists of factors."""
+    factors = {"long_factor": [1.0 + i for i in range(6)], "short_factor": [1.0] * 6}
+    published = {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", **factors},
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+    }
+    config = config_from_hf(published)
+    assert (config.head_dim, config.rotary_dim, config.max_position) == (16, 12, 131072)
+    assert config.layer_windows == ()
+    scaling = config.rope_scaling
+    assert scaling is not None
+    assert (scaling.type, scaling.original_max_position) == ("longrope", 4096)
+    assert scaling.attention_factor == pytest.approx(1.1902380714238083)  # sqrt(1 + ln 32 / ln 4096)
+    assert np.allclose(rope_inv_freq(config, length=4096), 10000.0 ** -(np.arange(6) / 6))
+    assert np.allclose(
+        rope_inv_freq(config, length=4097), 10000.0 ** -(np.arange(6) / 6) / factors["long_factor"]
+    )
+    older = config_from_hf({**published, "rope_scaling": {"type": "su", **factors}})
+    assert older == config
+
+
+def test_gemma_scales_scores_by_its_own_number() -> None:
+    config = {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 144}
+    assert config_from_hf(config).attention_scale == pytest.approx(1 / 12)
+    sizes = {"gemma2.embedding_length": 4608, "gemma2.attention.head_count": 32, "gemma2.block_count": 46}
+    lengths = {"gemma2.attention.key_length": 128, "gemma2.attention.value_length": 128}
+    metadata = gguf_metadata("gemma2", **sizes, **lengths, **{"gemma2.attention.head_count_kv": 16})
+    assert config_from_gguf(metadata).attention_scale == pytest.approx(1 / 12)
+    metadata["gemma2.block_count"] = 42
+    assert config_from_gguf(metadata).attention_scale == pytest.approx(128**-0.5)
 
 
 def test_factors_of_a_gguf_file_divide(tmp_path: Path) -> None:

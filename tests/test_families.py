@@ -7,19 +7,28 @@ Tolerance as in test_logits.py.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from gguf_families import write_gguf_of
 from test_logits import TOLERANCE, Loaded, worst
 
+from xinfer_vk.engine.generation import Generation
+from xinfer_vk.engine.runner import Chunk
+from xinfer_vk.engine.scheduler import Scheduler
 from xinfer_vk.reference import NumpyRuntime
+from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.sampling.rules import BannedWords
+from xinfer_vk.text.stream import StreamDecoder
 
 FOLDER = Path(__file__).parent / "fixtures" / "models" / "families"
 FAMILIES = sorted(p.name for p in FOLDER.iterdir())
 # What GGUF cannot say.
-NOT_IN_GGUF = {"qwen2-window-from-layer-1": "windows of Qwen2"}
+NOT_IN_GGUF = {
+    "qwen2-window-from-layer-1": "windows of Qwen2",
+    "llama-dynamic": "dynamic scaling",
+}
 CHUNK, STEPS = 32, 7  # of the prompt, and tokens at its end that are decoded one by one
 
 
@@ -60,3 +69,69 @@ def test_device_logits_in_chunks_and_step_by_step_equal_transformers(
     error = worst(got, want)
     record_property("max_abs_error", error)
     assert error <= TOLERANCE
+
+
+# -- RoPE that depends on how long the sequence is ---------------------------------------------------
+
+BY_LENGTH = ("phi3-longrope", "llama-dynamic")
+
+
+class NoText:
+    """Stands for the decoder of a generation whose text nobody reads."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+def generation(prompt: list[int], new_tokens: int) -> Generation:
+    return Generation(
+        prompt_ids=prompt,
+        params=SamplingParams(max_new_tokens=new_tokens, temperature=0.0),
+        end_ids=frozenset(),
+        decoder=cast(StreamDecoder, NoText()),
+        banned=BannedWords([]),
+        seed=0,
+        started=0.0,
+    )
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+@pytest.mark.parametrize("others", [0, 2])
+def test_greedy_answers_beyond_the_original_context_are_those_of_transformers(name: str, others: int) -> None:
+    """The context is 32 tokens, the prompt 20 and the answer 40, alone and in a batch."""
+    token_ids, _ = reference(name)
+    want = np.load(FOLDER / name / "reference.npz")["greedy"].tolist()
+    model = Loaded(NumpyRuntime(), FOLDER / name)
+    scheduler = Scheduler(model.runner)
+    prompt = token_ids[:20].tolist()
+    generations = [generation(prompt[:length], len(want)) for length in (20, 3, 17)[: 1 + others]]
+    for one in generations:
+        scheduler.add(one)
+    while scheduler.busy:
+        scheduler.step()
+    assert generations[0].generated == want
+    assert model.cache.allocator.free_blocks == model.cache.allocator.count
+
+
+def test_cached_keys_are_used_again_only_where_they_are_rotated_alike() -> None:
+    token_ids, want = reference("phi3-longrope")
+    model = Loaded(NumpyRuntime(), FOLDER / "phi3-longrope")
+    rope, cache = model.runner.rope, model.cache
+    sequence = cache.open(20)
+    model.runner.run([Chunk(sequence, token_ids[:20])], "logits")
+    assert rope.fits(sequence, 32)
+    assert not rope.fits(sequence, 33)
+    model.runner.run([Chunk(sequence, token_ids[20:32])], "logits")
+    assert rope.must_recompute(sequence)
+    cache.truncate(sequence, 0)
+    sequence.expected = 40
+    out = model.runner.run([Chunk(sequence, token_ids[:10])], "logits")
+    assert rope.fits(sequence, 75)
+    assert not rope.fits(sequence, 32)
+    assert not rope.must_recompute(sequence)
+    assert worst(out[0], want[9]) <= TOLERANCE  # with the long factors, as all 75 tokens were run
+    child = cache.fork(sequence, 10)
+    assert child.rope_key == sequence.rope_key

@@ -94,7 +94,7 @@ def test_rope_is_the_rotate_half_of_hugging_face(bench):
     words = Batch(((0, 3),), 3).state()
     words[st.POSITION : st.POSITION + 3] = positions
     state = bench.filled("state", words, BufferKind.STATE)
-    vectors, table = bench.filled("x", x), bench.filled("table", rope_table(inv_freq, 1001))
+    vectors, table = bench.filled("x", x), bench.filled("table", rope_table(inv_freq, np.arange(1001)))
     steps = rope(bench.profile, Ref(vectors), heads * dim, heads, dim, dim, Ref(table), 3, state)
     got = bench.run(steps)["x"].view(np.float32).reshape(x.shape)
     angles = np.concatenate([positions[:, None] * inv_freq] * 2, axis=1)[:, None]

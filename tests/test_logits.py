@@ -53,7 +53,7 @@ class Loaded:
 
     def logits_of(self, token_ids: Sequence[int], chunks: Sequence[int]) -> np.ndarray:
         """Logits at every position of one sequence, fed in chunks of these sizes."""
-        sequence = self.cache.open()
+        sequence = self.cache.open(len(token_ids))
         rows, at = [], 0
         for size in chunks:
             rows.append(self.runner.run([Chunk(sequence, token_ids[at : at + size], "all")], "logits"))

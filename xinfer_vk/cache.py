@@ -54,11 +54,18 @@ class BlockAllocator:
 @dataclass
 class CachedSequence:
     """What the cache holds of one sequence: ``length`` tokens in ``blocks``; ``row`` is its line in
-    the device's block table."""
+    the device's block table.
+
+    ``expected``: how long it is known to become, its prompt's length. RoPE scalings that depend on the
+    length use it for every piece of the prompt; ``rope_key`` tells by which of them the cached keys were
+    rotated (:meth:`RopeScaling.key`), -1: not all by the same.
+    """
 
     row: int
     blocks: list[int] = field(default_factory=list)
     length: int = 0
+    expected: int = 0
+    rope_key: int = 0
 
     def slot(self, position: int) -> int:
         """Where the token at ``position`` is stored: ``block * BLOCK_TOKENS + offset``."""
@@ -150,13 +157,14 @@ class KVCache:
         """Whether :meth:`open` can give a sequence, if only by closing a parked one."""
         return bool(self._rows or self._parked)
 
-    def open(self) -> CachedSequence:
-        """A new, empty sequence. Raises :class:`OutOfMemoryError` when all rows are taken."""
+    def open(self, expected: int = 0) -> CachedSequence:
+        """A new, empty sequence (see :class:`CachedSequence` for ``expected``). Raises
+        :class:`OutOfMemoryError` when all rows are taken."""
         if not self._rows:
             self._evict()
         if not self._rows:
             raise OutOfMemoryError(f"the KV cache holds {self.max_sequences} sequences and all are in use")
-        return CachedSequence(self._rows.pop())
+        return CachedSequence(self._rows.pop(), expected=expected)
 
     def reserve(self, sequence: CachedSequence, tokens: int) -> None:
         """Blocks for ``tokens`` more tokens after ``sequence.length``; nothing is taken if not all can be."""
@@ -179,6 +187,7 @@ class KVCache:
         for block in child.blocks:
             self.allocator.share(block)
         child.length = full * BLOCK_TOKENS
+        child.expected, child.rope_key = tokens, parent.rope_key
         return child
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:

@@ -138,7 +138,7 @@ def _logits(llm: LLM, result: GenerationResult) -> Iterator[np.ndarray]:
         return
     with llm._lock:
         runner = llm._runner_for(len(prompt) + len(answer))
-        sequence = runner.cache.open()
+        sequence = runner.cache.open(len(prompt))
     try:
         before = len(prompt) - 1  # the first token of the answer is predicted from the prompt's last
         for at in range(0, before, runner.max_tokens):

@@ -374,7 +374,7 @@ class LLM:
             runner = self._runner_for(len(ids))
             if not runner.cache.has_row:
                 raise UsageError(UNDER_WAY)
-            sequence = runner.cache.open()
+            sequence = runner.cache.open(len(ids))
             try:
                 step = runner.max_outputs
                 rows = [

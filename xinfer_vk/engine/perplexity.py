@@ -294,7 +294,7 @@ class Scorer:
         """Score windows; after each step, how many tokens have been scored."""
         scored = 0
         for window in windows:
-            sequence = self._cache.open()
+            sequence = self._cache.open(window.end - 1 - window.begin)
             try:
                 for count in self._score(window, sequence):
                     scored += count

@@ -15,11 +15,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from xinfer_vk.cache import CachedSequence, KVCache
+from xinfer_vk.engine.positions import RopeTables
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import query_tile
 from xinfer_vk.kernels.base import Ref
-from xinfer_vk.kernels.rope import rope_table
-from xinfer_vk.models.config import ModelConfig, rope_inv_freq
+from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights, matrices
 from xinfer_vk.models.graph import Activations, Graph
 from xinfer_vk.models.registry import family
@@ -86,10 +86,10 @@ class ModelRunner:
         self._host_state[state_layout.TABLE_STRIDE] = self._table_stride
         self._sampler: DeviceSampler | None = None
         self._buffers: list[Buffer] = []
+        self.rope = RopeTables(runtime, config, cache.capacity, self.max_tokens)
         try:
             self._state = self._allocate("step state", words, BufferKind.STATE)
             self._result = self._allocate("result tokens", self.max_outputs, BufferKind.RESULT)
-            self._rope_tables = self._make_rope_tables(cache.capacity)
             self._activations = Activations(
                 runtime,
                 config,
@@ -171,6 +171,7 @@ class ModelRunner:
     def free(self) -> None:
         """Give the device memory back, the cache's not included."""
         self._plans.clear()
+        self.rope.free()
         for buffer in self._buffers:
             self.runtime.free(buffer)
         self._buffers.clear()
@@ -212,6 +213,7 @@ class ModelRunner:
             row += count
         host[s.N_TOKENS], host[s.N_OUTPUTS], host[s.N_QUERY_TILES] = row, rows, tiles
         self.runtime.write(self._state, 0, host)
+        self.rope.write([(chunk.sequence, len(chunk.token_ids)) for chunk in chunks])
         return rows
 
     # -- run ----------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ class ModelRunner:
             activations=self._activations,
             state=self._state,
             cache=self.cache,
-            rope_tables=self._rope_tables,
+            rope_tables=self.rope.tables,
         )
         family(self.config.architecture).forward(graph, self.weights)
         if outputs:
@@ -276,17 +278,6 @@ class ModelRunner:
         buffer = self.runtime.allocate(name, words, kind)
         self._buffers.append(buffer)
         return buffer
-
-    def _make_rope_tables(self, positions: int) -> dict[str, Ref]:
-        """By kind (:meth:`ModelConfig.rope`), for every position that can occur."""
-        tables = {}
-        for kind in ("global", "local"):
-            if kind == "global" or self.config.local_rope_theta is not None:
-                values = rope_table(rope_inv_freq(self.config, kind), positions)
-                buffer = self._allocate(f"{kind} rotary table", values.size, BufferKind.WEIGHTS)
-                self.runtime.write(buffer, 0, values.reshape(-1).view(np.uint32))
-                tables[kind] = Ref(buffer, 0)
-        return tables
 
 
 def make_runner(

@@ -119,8 +119,15 @@ class Scheduler:
                 if self._running:
                     return
                 raise UsageError(UNDER_WAY)  # the others are another scheduler's
-            if leader is not None and leader.sequence is not None and leader.prefilled and cache.has_row:
-                shared = len(generation.prompt_ids) - 1  # the last token must run: its logits are wanted
+            prompt = len(generation.prompt_ids)
+            if (
+                leader is not None
+                and leader.sequence is not None
+                and leader.prefilled
+                and cache.has_row
+                and self.runner.rope.fits(leader.sequence, prompt)
+            ):
+                shared = prompt - 1  # the last token must run: its logits are wanted
                 generation.sequence = cache.fork(leader.sequence, shared)
                 generation.fed = generation.sequence.length
             elif generation.sequence is None:
@@ -129,6 +136,7 @@ class Scheduler:
                         return
                     raise UsageError(UNDER_WAY)
                 generation.sequence = cache.open()
+            generation.sequence.expected = prompt  # of a conversation's, it is another one at every turn
             generation.metrics.reused_tokens = generation.fed
             self._reserved[generation] = blocks
             cache.promised += blocks
@@ -160,11 +168,23 @@ class Scheduler:
             assert generation.sequence is not None
             if room == 0:
                 break
+            if generation.prefilled and self.runner.rope.must_recompute(generation.sequence):
+                self._recompute(generation)
             tokens = generation.next_tokens(room)
             last = generation.prefilled or generation.fed + len(tokens) == len(generation.prompt_ids)
             batch.append((generation, Chunk(generation.sequence, tokens, "last" if last else "none")))
             room -= len(tokens)
         return batch
+
+    def _recompute(self, generation: Generation) -> None:
+        """Run everything but the token chosen last anew, for positions that are told in another way."""
+        sequence, tokens = generation.sequence, generation.tokens
+        assert sequence is not None
+        self.runner.cache.truncate(sequence, 0)
+        sequence.expected = len(tokens)
+        for at in range(0, len(tokens) - 1, self.runner.max_tokens):
+            piece = tokens[at : min(at + self.runner.max_tokens, len(tokens) - 1)]
+            self.runner.run([Chunk(sequence, piece, "none")])
 
     def _run(self, batch: list[tuple[Generation, Chunk]]) -> None:
         """A step of the model. Plans that are recorded for it count as compiling, not as its time."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.engine.generation import Generation, GenerationResult
+from xinfer_vk.engine.runner import ModelRunner
 from xinfer_vk.engine.scheduler import UNDER_WAY
 from xinfer_vk.engine.stream import GenerationStream
 from xinfer_vk.errors import UsageError
@@ -308,7 +309,7 @@ class ChatSession:
             scheduler = llm._begin(generation, self.context)
             cache = scheduler.runner.cache
             with llm._lock:
-                self._take(cache, generation)
+                self._take(scheduler.runner, generation)
             yield from GenerationStream(lambda _: scheduler, generation, llm._complete)
             intact = True
         except GeneratorExit:  # closed between two steps
@@ -317,9 +318,10 @@ class ChatSession:
         finally:
             self._ended(stream, cache, intact)
 
-    def _take(self, cache: KVCache, generation: Generation) -> None:
+    def _take(self, runner: ModelRunner, generation: Generation) -> None:
         """The conversation's sequence, as far as it begins like the prompt; at least the prompt's last
         token must run, because its logits are wanted."""
+        cache = runner.cache
         kept, self._kept = self._kept, None
         if kept is None or kept.cache is not cache or not cache.take_back(kept.sequence):
             if not cache.has_row:
@@ -328,6 +330,8 @@ class ChatSession:
             return
         generation.sequence, ids = kept.sequence, generation.prompt_ids
         generation.fed = min(common_prefix(kept.tokens, ids), len(ids) - 1)
+        if not runner.rope.fits(kept.sequence, len(ids)):
+            generation.fed = 0
         cache.truncate(kept.sequence, generation.fed)
 
     def _ended(self, stream: ChatStream, cache: KVCache | None, intact: bool) -> None:

@@ -18,7 +18,7 @@ from xinfer_vk.models.rope_scaling import RopeScaling, rope_from_hf, rope_inv_fr
 
 __all__ = ["ModelConfig", "RopeScaling", "config_from_gguf", "config_from_hf", "rope_inv_freq"]
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "granite", "olmo2")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "granite", "olmo2", "phi3")
 
 # Sizes far beyond any model of these families: a number above is damage, and is refused before
 # anything is allocated for it.
@@ -96,7 +96,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
-    max_position: int  # tokens the model was made for
+    max_position: int  # tokens the model is good for, with rope_scaling
     tie_word_embeddings: bool
     attention_bias: bool
     attention_output_bias: bool
@@ -166,7 +166,9 @@ def config_from_hf(
     if "eos_token_id" in config or not eos:  # the family's default counts only where nothing else is said
         eos += f.token_ids("eos_token_id", vocab_size)
 
-    rope = rope_from_hf(f, max_position, head_dim)
+    rope = rope_from_hf(f, max_position, head_dim, partial="partial_rotary_factor" in family.keys)
+    if rope.scaling is not None and architecture != "gemma3":  # which has the scaled number
+        max_position = rope.scaling.reach(max_position)
     sliding = _sliding_layers(f, family, layers)
     return ModelConfig(
         architecture=architecture,
@@ -256,7 +258,7 @@ def config_from_gguf(
         vocab_size=vocab_size,
         rms_norm_eps=f.number(f"{arch}.attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
         rope_theta=f.number(f"{arch}.rope.freq_base", 10000.0, low=1.0, high=1e15),
-        rope_scaling=scaling_from_gguf(f, arch),
+        rope_scaling=scaling_from_gguf(f, arch, max_position),
         max_position=max_position,
         tie_word_embeddings="output.weight" not in names,
         attention_bias=arch == "qwen2" or "blk.0.attn_q.bias" in names,

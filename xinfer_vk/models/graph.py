@@ -38,6 +38,15 @@ class Rows:
         return Rows(Ref(self.ref.buffer, self.ref.offset + first), self.stride)
 
 
+@dataclass(frozen=True)
+class RopeTable:
+    """Cosines and sines, ``[rows, rotary_dim / 2, 2]``: a row for each position or, ``by_token``, for each
+    token of the batch."""
+
+    ref: Ref
+    by_token: bool = False
+
+
 class Activations:
     """Every intermediate result of a step, in one device buffer, for at most ``tokens`` rows in and
     ``outputs`` rows out. A plan for a smaller batch uses the first rows. ``ordered_width``: columns of the
@@ -108,7 +117,7 @@ class Graph:
         activations: Activations,
         state: Buffer,
         cache: KVCache,
-        rope_tables: Mapping[str, Ref],
+        rope_tables: Mapping[str, RopeTable],
     ) -> None:
         self.profile, self.config = profile, config
         self.tokens, self.outputs = tokens, outputs
@@ -208,7 +217,7 @@ class Graph:
     def rope(self, x: Rows, heads: int, kind: str = "global") -> None:
         """Rotary position embedding (Su et al. 2021) of ``heads`` neighbouring vectors, in place.
         ``kind``: of the table, see :meth:`ModelConfig.rope`."""
-        c = self.config
+        c, table = self.config, self.rope_tables[kind]
         self.steps += rope(
             self.profile,
             x.ref,
@@ -216,9 +225,10 @@ class Graph:
             heads,
             c.head_dim,
             c.rotary_dim,
-            self.rope_tables[kind],
+            table.ref,
             self.tokens,
             self.state,
+            table.by_token,
         )
 
     def append_kv(self, layer: int, k: Rows, v: Rows) -> None:

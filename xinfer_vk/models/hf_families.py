@@ -148,6 +148,24 @@ HF_FAMILIES = (
             "eos_token_id": 50279,
         },
     ),
+    HFFamily(
+        "phi3",
+        ("Phi3ForCausalLM",),
+        ("phi3",),
+        {
+            **_COMMON,
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+            "sliding_window": None,
+        },
+        frozenset({"partial_rotary_factor"}),
+    ),
 )
 
 

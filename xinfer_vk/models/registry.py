@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from xinfer_vk.errors import ModelError
-from xinfer_vk.models import gemma2, gemma3, granite, llama, mistral, olmo2, qwen2, qwen3, smollm3
+from xinfer_vk.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights
 from xinfer_vk.models.graph import Graph
@@ -27,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     "llama": llama,
     "mistral": mistral,
     "olmo2": olmo2,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "smollm3": smollm3,

@@ -113,7 +113,7 @@ def _rmsnorm_heads(dim: int, heads: int, kv_heads: int, used: int, rows: int) ->
 ROPE = Tolerance(1e-6, 1e-6, "two products and a sum of numbers up to about 5 in f32, perhaps fused")
 
 
-def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch) -> Build:
+def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch, by_token: bool = False) -> Build:
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(head_dim)
         stride = heads * head_dim + 7
@@ -122,12 +122,14 @@ def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch) -> Build:
             x, 3, _rows(rng, batch.rows, heads * head_dim, stride)
         )  # unused rows must stay as they are
         inv_freq = 10000.0 ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
-        table = bench.buffer("table", 5 + batch.max_context * rotary_dim, BufferKind.WEIGHTS)
-        bench.write(table, 5, rope_table(inv_freq, batch.max_context))
+        table_rows = batch.tokens if by_token else batch.max_context
+        table = bench.buffer("table", 5 + table_rows * rotary_dim, BufferKind.WEIGHTS)
+        bench.write(table, 5, rope_table(inv_freq, 1000 + np.arange(table_rows)))
         state = batch.state_buffer(bench)
         return rope(
-            bench.profile, Ref(x, 3), stride, heads, head_dim, rotary_dim, Ref(table, 5), batch.rows, state
-        )
+            bench.profile, Ref(x, 3), stride, heads, head_dim, rotary_dim, Ref(table, 5), batch.rows, state,
+            by_token,
+        )  # fmt: skip
 
     return build
 
@@ -288,6 +290,8 @@ def _cases() -> list[Case]:
         name = f"{heads} heads of {head_dim}, {rotary_dim} turned, {batch.tokens} of {batch.rows} rows"
         build = _rope(heads, head_dim, rotary_dim, batch)
         cases += kernel_cases("rope", name, build, ROPE, classes=OWN_AND_GPU, quick=quick)
+    build = _rope(3, 64, 48, RAGGED, by_token=True)
+    cases += kernel_cases("rope", "angles by token", build, ROPE, classes=OWN_AND_GPU)
     for kv_dtype in ("f32", "f16"):
         for kv_heads, head_dim, batch, quick in (
             (1, 2, Batch(((0, 1),), 1), False), (3, 64, RAGGED, True), (7, 34, RAGGED, True),

@@ -13,8 +13,8 @@ import numpy as np
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import parse_json, quoted
-from xinfer_vk.models.config import GEMMA, ModelConfig, config_from_gguf, config_from_hf
-from xinfer_vk.models.rope_scaling import with_factors
+from xinfer_vk.models.config import ModelConfig, config_from_gguf, config_from_hf
+from xinfer_vk.models.rope_scaling import FACTOR_TENSORS, with_factors
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_file import PART_NAME, GGUFFile, read_gguf
 from xinfer_vk.weights.gguf_names import PERMUTED, hf_name
@@ -29,6 +29,7 @@ from xinfer_vk.weights.safetensors_file import (
     read_sharded_safetensors,
 )
 from xinfer_vk.weights.tensors import TensorInfo
+from xinfer_vk.weights.unify import unify
 
 __all__ = ["ModelSource", "TensorInfo", "open_model"]
 
@@ -38,7 +39,7 @@ SINGLE_NAME = "model.safetensors"
 # Buffers that old checkpoints of these families carry and that the config already determines.
 KNOWN_EXTRA = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
-ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = FACTOR_TENSORS[0]
 
 
 @dataclass
@@ -121,11 +122,7 @@ def _open_hf(path: Path, name: str) -> ModelSource:
         except BaseException:
             close_all(tensors)
             raise
-    if config.architecture in GEMMA:  # RMSNorm's weights are stored as the w of 1 + w
-        tensors = {
-            name: replace(tensor, plus=1.0) if name.endswith("norm.weight") else tensor
-            for name, tensor in tensors.items()
-        }
+    tensors = unify(tensors, config, "hf")
     files = {id(file): file.size for t in tensors.values() for file in t.files}
     return ModelSource(name, path, "hf", tensors, config, metadata, sum(files.values()), generation)
 
@@ -160,11 +157,12 @@ def _open_gguf(path: Path, name: str) -> ModelSource:
 def _gguf_source(path: Path, name: str, gguf: GGUFFile) -> ModelSource:
     where = str(path)
     config = config_from_gguf(gguf.metadata, gguf.tensors, where)
-    factors = gguf.tensors.pop(ROPE_FACTORS, None)
-    if factors is not None:
-        config = replace(
-            config, rope_scaling=with_factors(config.rope_scaling, _rope_factors(factors, config), where)
-        )
+    factors = {
+        factor_name: _rope_factors(gguf.tensors.pop(factor_name), config)
+        for factor_name in FACTOR_TENSORS
+        if factor_name in gguf.tensors
+    }
+    config = replace(config, rope_scaling=with_factors(config.rope_scaling, factors, where))
     architecture = config.architecture
     heads = {"attn_q": config.heads, "attn_k": config.kv_heads} if architecture in PERMUTED else {}
     tensors = {}
@@ -173,13 +171,14 @@ def _gguf_source(path: Path, name: str, gguf: GGUFFile) -> ModelSource:
         if name_in_hf in tensors:
             raise ModelError(f"{where}: {quoted(file_name)} and another are both a {name_in_hf}")
         tensors[name_in_hf] = replace(tensor, name=name_in_hf, permuted_heads=heads.get(kind, 0))
+    tensors = unify(tensors, config, "gguf")
     return ModelSource(name, path, "gguf", tensors, config, gguf.metadata, gguf.bytes)
 
 
 def _rope_factors(tensor: TensorInfo, config: ModelConfig) -> np.ndarray:
     if tensor.shape != (config.rotary_dim // 2,) or tensor.fmt not in ("f32", "f16", "bf16"):
         raise ModelError(
-            f"{tensor.where}: {ROPE_FACTORS} is {tensor.fmt} of shape {list(tensor.shape)}, "
+            f"{tensor.where}: {tensor.name} is {tensor.fmt} of shape {list(tensor.shape)}, "
             f"floats of shape [{config.rotary_dim // 2}] were expected"
         )
     return as_f32(tensor.fmt, tensor.data)
