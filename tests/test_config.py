@@ -250,7 +250,7 @@ REFUSED_HF: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: the key 'long_factor' is missing"),
     (
         {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 7, "short_factor": [1.0] * 8}},
-        "rope_parameters: long_factor is [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], a list of 8 positive numbers was",
+        "rope_parameters: long_factor is [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], a list of 8 positive",
     ),
     (
         {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [0.0] * 8}},
