@@ -171,8 +171,8 @@ def test_json_of_what_there_is_comes_before_the_error(
         failing = Failing(llm.stream("a", params))
         monkeypatch.setattr(llm, "stream", lambda *args, **more: failing)
         batch = generate.Batch(
-            llm, [generate.PromptLine("prompt 1", "a", None, None, {})], params, raw=False, system=None, template_args={},
-            prompt_logprobs=False, samples=1, keep_going=False, named=False,
+            llm, [generate.PromptLine("prompt 1", "a", None, None, {})], params, raw=False, system=None,
+            template_args={}, prompt_logprobs=False, samples=1, keep_going=False, named=False,
         )  # fmt: skip
         show = generate.Shown(as_json=True, quiet=True, verbose=False, speed=False)
         with pytest.raises(DeviceError), ProgressBar(enabled=False) as progress:

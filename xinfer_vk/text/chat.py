@@ -31,6 +31,8 @@ GGUF_KEY = "tokenizer.chat_template"
 # Templates build markup from these names, as in '<|' + role + '|>'. Any other role is a stranger's text.
 ROLES = frozenset({"assistant", "developer", "function", "ipython", "system", "tool", "user"})
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it in messages, the first one counts
+
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 QWEN_MARKUP = ("<|im_start|>", "<|im_end|>")
 QWEN_TEMPLATE = (
@@ -253,8 +255,15 @@ def _checked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _traced_message(message: Message) -> dict[str, Any]:
+    """A message as templates get it: without what is None, for which they are not made, and with the model's
+    reasoning under both of its usual names. So does transformers."""
+    given = {key: value for key, value in message.items() if value is not None}
+    for name in REASONING:
+        if name in given:
+            given = {"thinking": given[name], **given, "reasoning_content": given[name]}
+            break
     role = message["role"]
-    out = traced(dict(message), MODEL if role == "assistant" else USER)
+    out = traced(given, MODEL if role == "assistant" else USER)
     if role in ROLES:
         out["role"] = traced(role, TEMPLATE)
     return out

@@ -9,7 +9,7 @@ that is not here returns an ordinary ``str``, of unknown origin: what is lost is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, SupportsIndex
 
 UNKNOWN = 0  # an ordinary string: treated as if people had written it
@@ -160,14 +160,17 @@ def origin_of(text: str) -> bytes:
 
 
 def traced(value: Any, origin: int) -> Any:
-    """``value``, a tree of mappings, lists and texts, with every text traced to ``origin``."""
+    """``value``, a tree of mappings, lists and plain values, with every text traced to ``origin``. Of any
+    other object, whose methods a template could call, only the name of its type is left."""
     if isinstance(value, str):
         return Traced(value, origin)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: traced(item, origin) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [traced(item, origin) for item in value]
-    return value
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return Traced(f"<{type(value).__name__}>", origin)
 
 
 def concat(parts: Iterable[str]) -> str:
