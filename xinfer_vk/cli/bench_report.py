@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -53,8 +54,6 @@ def processor() -> str:
             name = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    import os
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {cores} cores"
 
@@ -79,6 +78,7 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "unified_memory": runtime.profile.unified_memory,
         "features": sorted(runtime.profile.features),
         "cpu": processor(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "numpy": np.__version__,
