@@ -11,6 +11,7 @@ import pytest
 from cli_helpers import assert_one_error, xinfer
 
 from xinfer_vk.cli.app import run
+from xinfer_vk.cli.bench_plot import lines
 from xinfer_vk.cli.bench_report import as_csv, as_markdown
 from xinfer_vk.engine.bench import Bench, Workload, load_subject, measure_peak
 from xinfer_vk.engine.costs import Batch, plan_cost
@@ -211,13 +212,93 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
         (["-p", "0", "-n", "0"], ["-p", "-n"]),
         (["-b", "0"], ["-b 0"]),
         (["-s", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
+        (["--plot", "/dev/null/x"], ["/dev/null/x"]),
+        (["compare", "/nowhere.json", "/nowhere.json"], ["/nowhere.json"]),
+        (["compare", __file__, __file__], ["no results of bench"]),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments, words):
-    assert_one_error(xinfer("bench", "--device", "numpy", *arguments), 2, *words)
+def test_mistakes_are_told_in_a_line(capsys, arguments, words):
+    device = [] if arguments[0] == "compare" else ["--device", "numpy"]
+    code, out, err = bench(capsys, *device, *arguments)
+    assert code == 2 and not out
+    assert err.count("\n") == 1 and err.startswith("error: ") and all(word in err for word in words), err
+
+
+def test_a_list_that_is_none_is_refused():
+    assert_one_error(xinfer("bench", "-p", "many"), 2, "-p", "many", "128,512")
 
 
 def test_a_model_that_fails_does_not_take_the_others_along(capsys, tiny):
     code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
     assert code == 1 and "error: /nowhere.gguf" in err
     assert [json.loads(line)["test"] for line in out.splitlines()] == ["pp2", "tg1"]
+
+
+# -- two files of results ---------------------------------------------------------------------------
+
+
+def record(test="tg8", runs=(1.0, 1.01, 0.99), device="a", **more):
+    kind, tokens = test[:2], 8
+    return {
+        "model": "m", "kv_dtype": "f16", "test": test, "kind": kind, "device": device, "batch": 2, "depth": 0,
+        "prompt_tokens": tokens * (kind == "pp"), "new_tokens": tokens * (kind == "tg"), "run_s": list(runs),
+        "tok_per_s": 16.0, "tpot_s": 0.1, "ttft_s": 0.2, "version": "1", **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path):
+    def write(name, records, lines=False):
+        text = "\n".join(map(json.dumps, records)) if lines else json.dumps(records)
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_compare_tells_ratios_their_noise_and_what_differs(capsys, results):
+    a = results("a.json", [record(), record("pp8"), record("tg8 @ d4")])
+    faster = record(runs=(0.5, 0.51, 0.49), device="b")
+    same = record("pp8", runs=(1.02, 0.98, 1.0), device="b", version="2")
+    b = results("b.jsonl", [same, faster, record("tg9", device="b")], lines=True)
+    code, out, _ = bench(capsys, "compare", a, b)
+    assert code == 0
+    tg, pp = (next(line for line in out.splitlines() if f"| {test} " in line) for test in ("tg8", "pp8"))
+    assert "2.000" in tg and " 16.0 | " in tg and " 32.0 | " in tg and "faster" in tg
+    assert "1.000" in pp and "same" in pp
+    assert "device: a → b" in out and "version: 1 → 2" in out
+    assert f"only in {a}: m f16 tg8 @ d4" in out and f"only in {b}: m f16 tg9" in out
+    assert "geometric mean of 2 ratios: 1.414" in out
+    assert json.loads(bench(capsys, "compare", a, b, "--json")[1])["rows"][0]["ratio"] == pytest.approx(2)
+
+
+def test_compare_pairs_rows_of_the_same_device_where_a_file_has_several(capsys, results):
+    a = results("a.json", [record(device="x"), record(device="y", runs=(2.0, 2.0))])
+    b = results("b.json", [record(device="y"), record(device="x", runs=(2.0, 2.0))])
+    rows = json.loads(bench(capsys, "compare", a, b, "--json")[1])["rows"]
+    assert [round(row["ratio"], 2) for row in rows] == [0.5, 2.0]
+
+
+def test_one_run_says_nothing_of_its_noise(capsys, results):
+    a, b = (results(f"{i}.json", [record(runs=(1.0 + i,))]) for i in range(2))
+    _, out, _ = bench(capsys, "compare", a, b)
+    assert "0.500" in out and "unknown" in out
+
+
+# -- plots ------------------------------------------------------------------------------------------
+
+
+def test_plots_are_drawn_of_what_has_several_points(tmp_path, capsys, tiny):
+    arguments = ("-s", "tiny:q8_0", "--device", "numpy", "-p", "2", "-n", "1", "-r", "1", "--warm-up", "0")
+    code, _, err = bench(capsys, *arguments, "-d", "0,3", "-b", "1,2", "--profile", "--plot", str(tmp_path))
+    assert code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.png", "context.png", "kernels.png"]
+    assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir()) and err.count("plot: ") == 3
+
+
+def test_a_line_joins_rows_that_differ_in_one_thing_only():
+    rows = [record(f"tg8 @ d{d}, b{b}", depth=d, batch=b) for d in (0, 4) for b in (1, 2)]
+    rows.append(record("tg8 @ d9, b3", depth=9, batch=3))
+    found = lines(rows, "tg", lambda r: r["depth"], lambda r: r["batch"])
+    assert [[x for x, _ in line] for line in found.values()] == [[0, 4], [0, 4]]
+    assert list(found) == ["m, 1", "m, 2"]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.bench_compare import command as compare
+from xinfer_vk.cli.bench_plot import check_plot_folder, save_plots
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
 from xinfer_vk.cli.options import QUANTIZE_TYPES
 from xinfer_vk.cli.progress import ProgressBar
@@ -67,6 +69,7 @@ COUNTS = Counts()
     "--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate, of the models that are files."
 )
 @click.option("--profile", is_flag=True, help="Also the time of each kernel in a step of each row.")
+@click.option("--plot", type=click.Path(file_okay=False), metavar="DIR", help="Also draw plots there.")
 @click.option("--output", "-o", type=click.Choice(FORMATS), default="md", show_default=True)
 @click.option("--quiet", "-q", is_flag=True, help="Print the results and nothing else.")
 @click.pass_context
@@ -84,6 +87,7 @@ def command(
     kv_dtype: tuple[str, ...],
     quantize: str | None,
     profile: bool,
+    plot: str | None,
     output: str,
     quiet: bool,
 ) -> None:
@@ -95,7 +99,7 @@ def command(
     """
     if ctx.invoked_subcommand is not None:
         return
-    from xinfer_vk.engine.bench import Bench, Workload, load_subject, measure_peak
+    from xinfer_vk.engine.bench import Bench, Workload, check_workloads, load_subject, measure_peak
     from xinfer_vk.vulkan.runtime import open_runtime
     from xinfer_vk.weights.synthetic import open_synthetic
 
@@ -109,10 +113,12 @@ def command(
         raise UsageError("nothing to measure: -p and -n are both 0")
     if 0 in batch:
         raise UsageError("-b 0: a batch has at least one sequence")
+    if plot is not None:
+        check_plot_folder(plot)
     made = [name for text in synthetic for name in text.split(",")]
     subjects = [*((m, False) for m in models), *((s, True) for s in made)] or [(DEFAULT_MODEL, False)]
     for name in made:
-        open_synthetic(name)  # a mistake is told before anything is measured
+        check_workloads(open_synthetic(name)[0].config, tests)  # before anything is measured
     several = len(subjects) * len(kv_dtype) * len(devices) > 1 or "all" in devices
     failed = False
     with ProgressBar(enabled=False if quiet else None) as progress, Report(output, progress) as report:
@@ -142,8 +148,14 @@ def command(
                         progress.tell(f"error: {model} on {runtime.profile.name}: {error}")
             finally:
                 runtime.close()
+    if plot is not None:
+        for path in save_plots(plot, report.records):
+            click.echo(f"plot: {path}", err=True)
     if failed:
         raise click.exceptions.Exit(1)
+
+
+command.add_command(compare)
 
 
 def _measure(

@@ -158,6 +158,18 @@ class Workload:
         return f"{self.kind}{self.tokens}{depth}" + (f", b{self.batch}" if self.batch > 1 else "")
 
 
+def check_workloads(config: ModelConfig, tests: Sequence[Workload]) -> None:
+    """Raise :class:`UsageError` for what a model of this shape cannot run."""
+    longest, batch = max(t.depth + t.tokens for t in tests), max(t.batch for t in tests)
+    if longest > config.max_position:
+        raise UsageError(
+            f"{longest} tokens are more than the {config.max_position} that the model was made for: use "
+            "fewer with -p, -n or -d"
+        )
+    if batch > MAX_OUTPUTS:
+        raise UsageError(f"a batch of {batch}: at most {MAX_OUTPUTS} sequences run together")
+
+
 @dataclass(frozen=True)
 class Measurement:
     """One test's samples. ``step_s``: of every decode step of every repetition (the whole prefill for
@@ -221,15 +233,8 @@ class Bench:
         self.subject, self.kv_dtype = subject, kv_dtype
         self._cost = Cost()  # of the repetition under way
         tell = progress or (lambda stage, done, total: None)
-        longest = max(t.depth + t.tokens for t in tests)
-        if longest > subject.config.max_position:
-            raise UsageError(
-                f"{longest} tokens are more than the {subject.config.max_position} that {subject.name} was "
-                "made for: use fewer with -p, -n or -d"
-            )
-        batch = max(t.batch for t in tests)
-        if batch > MAX_OUTPUTS:
-            raise UsageError(f"a batch of {batch}: at most {MAX_OUTPUTS} sequences run together")
+        check_workloads(subject.config, tests)
+        longest, batch = max(t.depth + t.tokens for t in tests), max(t.batch for t in tests)
         total = max((t.depth + t.tokens) * t.batch for t in tests)
         self.runner: ModelRunner = make_runner(
             subject.runtime, subject.config, subject.weights, kv_dtype, capacity=longest, sequences=batch,

@@ -1,0 +1,130 @@
+"""``xinfer-vk bench compare A.json B.json``: ratios of two files of results, and how far to trust them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xinfer_vk.cli.bench_report import markdown_table
+from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.engine.metrics import format_rate
+from xinfer_vk.errors import UsageError
+
+KEY = ("model", "kv_dtype", "test")  # rows that can be compared
+TOLD = (
+    "version", "commit", "device", "driver", "layer", "features", "subgroup_size", "cpu", "system", "format",
+    "warm_up", "repeats",
+)  # fmt: skip
+# Student's t, 97.5 %, by degrees of freedom from 1: how many standard errors a difference must be to mean
+# something, when the errors themselves come from so few runs.
+T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+@click.command("compare")
+@click.argument("before", type=click.Path(dir_okay=False))
+@click.argument("after", type=click.Path(dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def command(before: str, after: str, as_json: bool) -> None:
+    """Compare two files that bench wrote with --output json or jsonl: two commits, devices or machines.
+
+    A ratio above 1 means that AFTER is faster. Its noise is the 95 % interval that the spread of the runs
+    gives; "same" means that the ratio is not farther from 1 than that. Drift between the two is not in it.
+    """
+    a, b = read_results(before), read_results(after)
+    if max(len({r["device"] for r in side.values()}) for side in (a, b)) == 1:  # two vendors, two machines
+        a, b = ({key[1:]: r for key, r in side.items()} for side in (a, b))
+    rows = [compared(a[key], b[key]) for key in a if key in b]
+    if not rows:
+        raise UsageError(f"{before} and {after} have no row of the same model, KV format and test")
+    changed = differences(next(iter(a.values())), next(iter(b.values())))
+    only = {before: [" ".join(k) for k in a if k not in b], after: [" ".join(k) for k in b if k not in a]}
+    if as_json:
+        say_json({"before": before, "after": after, "different": changed, "only_in": only, "rows": rows})
+        return
+    for name, (was, now) in changed.items():
+        say(f"{name}: {was} → {now}")
+    cells = [
+        [
+            *(str(row[name]) for name in KEY),
+            format_rate(row["before_tok_per_s"]),
+            format_rate(row["after_tok_per_s"]),
+            f"{row['ratio']:.3f}",
+            f"± {row['noise']:.3f}" if math.isfinite(row["noise"]) else "?",
+            row["verdict"],
+        ]
+        for row in rows
+    ]
+    titles = ("model", "KV", "test", "before tok/s", "after tok/s", "ratio", "noise", "")
+    say("\n".join([*([""] if changed else []), *markdown_table(titles, cells)]))
+    if len(rows) > 1:
+        mean = statistics.geometric_mean(row["ratio"] for row in rows)
+        say(f"\ngeometric mean of {len(rows)} ratios: {mean:.3f}")
+    for name, keys in only.items():
+        if keys:
+            say(f"only in {name}: {', '.join(keys)}")
+
+
+def read_results(path: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows by device, model, KV format and test; of several with the same, the last. Raises
+    :class:`UsageError` for a file that cannot be read or holds something else."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        if text.lstrip().startswith("["):
+            records = json.loads(text)
+        else:
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        found = {tuple(str(r[name]) for name in ("device", *KEY)): dict(r) for r in records}
+        for record in found.values():
+            if not all(rate > 0 for rate in rates(record)):
+                raise ValueError("a rate")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: no results of bench --output json or jsonl ({error})") from error
+    if not found:
+        raise UsageError(f"{path}: there are no results in it")
+    return found
+
+
+def rates(record: Mapping[str, Any]) -> list[float]:
+    """Tokens a second of each repetition."""
+    tokens = (record["prompt_tokens"] or record["new_tokens"]) * record["batch"]
+    return [tokens / float(seconds) for seconds in record["run_s"]]
+
+
+def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """One row: the ratio of the medians, and half the width of its 95 % interval."""
+    before, after = rates(a), rates(b)
+    ratio = statistics.median(after) / statistics.median(before)
+    runs = min(len(before), len(after))
+    t = T_975[min(runs - 1, len(T_975)) - 1]  # the fewer runs decide: a little too cautious (Welch)
+    noise = t * ratio * math.hypot(relative_error(before), relative_error(after))
+    verdict = "same" if abs(ratio - 1) <= noise else "faster" if ratio > 1 else "slower"
+    return {
+        **{name: a[name] for name in KEY},
+        "before_tok_per_s": statistics.median(before),
+        "after_tok_per_s": statistics.median(after),
+        "ratio": ratio,
+        "noise": noise,
+        "verdict": verdict if math.isfinite(noise) else "one run: unknown",
+    }
+
+
+def relative_error(values: Sequence[float]) -> float:
+    """Standard error of the median over the median, from the spread of a few runs: 1.25 standard errors
+    of the mean, as for normal noise. Infinite for one run, which tells nothing of its noise."""
+    if len(values) < 2:
+        return math.inf
+    return 1.2533 * statistics.stdev(values) / math.sqrt(len(values)) / statistics.median(values)
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What is not the same about the two sides."""
+    return {name: (a.get(name), b.get(name)) for name in TOLD if a.get(name) != b.get(name)}
