@@ -19,6 +19,7 @@ layout(local_size_x_id = 0) in; // spec: local_size = 256
 layout(constant_id = 1) const uint TOKENS = 16u; // 16, 32 or 64
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
 #define GROUP_CONSTANT 4
+#define FLOAT_BY_BITS
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[unroll]]
 #include "linear.glsl"

@@ -19,6 +19,7 @@ layout(local_size_x_id = 0) in; // spec: local_size, a power of two
 layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
 #define GROUP_CONSTANT 4
+#define FLOAT_BY_BITS
 #include "formats.glsl"
 #define EPILOGUE_LOOP [[dont_unroll]]
 #include "linear.glsl"
@@ -35,13 +36,19 @@ const uint IN_FLIGHT = TOKENS < 4u ? 4u / TOKENS : 1u;
 
 shared vec4 partial[gl_WorkGroupSize.x * TOKENS];
 
-// The values of x that meet unit k; zero beyond the last column, which is not read.
-void load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
+// The values of x that meet unit k; zero beyond the last column, which is not read. Where the weights of
+// a unit are decoded in place (too large by powers of two, include/formats.glsl) x is made smaller instead:
+// it serves four rows. Returns their sum, where a format needs that.
+float load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
+    float all = 0.0;
 #if defined(PAIRED)
     const vec4 lo = load_x4(x_at + column(k, 0u)), hi = load_x4(x_at + column(k, 1u));
+    #ifdef SUMS
+    all = dot(lo + hi, vec4(1.0));
+    #endif
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
-        xs[2u * i] = lo[i];
-        xs[2u * i + 1u] = hi[i];
+        xs[2u * i] = lo[i] * LOW_PLACE[i];
+        xs[2u * i + 1u] = hi[i] * HIGH_PLACE[i];
     }
 #elif defined(BYTES)
     const vec4 v = load_x4(x_at + column(k, 0u));
@@ -53,6 +60,21 @@ void load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
         if (column(k, i) < p.cols)
             xs[i] = load_x(x_at + column(k, i));
     }
+#endif
+    return all;
+}
+
+// The weights of a unit as load_columns wants them.
+void decode_in_place(uvec4 raw[RAW], uint k, out vec4 v[WEIGHTS]) {
+#ifdef PAIRED
+    vec4 low[4], high[4];
+    decode_placed(raw, k & 3u, low, high);
+    [[unroll]] for (uint n = 0u; n < 4u; n++) {
+        v[2u * n] = low[n];
+        v[2u * n + 1u] = high[n];
+    }
+#else
+    decode(raw, k, v);
 #endif
 }
 
@@ -83,7 +105,7 @@ void main() {
             const uint k = k0 + u * slots;
             if (k < units) {
                 vec4 v[WEIGHTS];
-                decode(raw[u], k, v);
+                decode_in_place(raw[u], k, v);
 #ifdef SCALED
                 vec4 d, m;
                 open_scales(s[u], k, d, m);
@@ -91,16 +113,13 @@ void main() {
 #endif
                 FOR_TOKENS {
                     float xs[WEIGHTS];
-                    load_columns(x_at[t], k, xs);
+                    const float all = load_columns(x_at[t], k, xs);
 #ifdef SCALED
                     vec4 sum = vec4(0.0);
                     [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
                         sum += v[i] * xs[i];
                     acc[t] += d * sum;
     #ifdef SUMS
-                    float all = 0.0;
-                    [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
-                        all += xs[i];
                     acc[t] += LEVEL(d, m) * all;
     #endif
 #else

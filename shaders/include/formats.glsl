@@ -182,6 +182,14 @@ uint column(uint k, uint i) {
 #endif
 }
 
+// Small integers to floats. Converting is slow on GPUs (a quarter of the rate of other arithmetic or less);
+// FLOAT_BY_BITS puts the integer, below 2^23, in a float's mantissa and subtracts the 2^23 that it then has.
+#ifdef FLOAT_BY_BITS
+vec4 to_float(uvec4 v) { return uintBitsToFloat(v | 0x4B000000u) - 8388608.0; }
+#else
+vec4 to_float(uvec4 v) { return vec4(ivec4(v)); }
+#endif
+
 vec4 low_halves(uvec4 s) {
     return vec4(unpackHalf2x16(s.x).x, unpackHalf2x16(s.y).x, unpackHalf2x16(s.z).x, unpackHalf2x16(s.w).x);
 }
@@ -216,6 +224,13 @@ vec4 iq4_value(uvec4 code) {
     const uvec4 four = mix(below, above, notEqual(code & 8u, uvec4(0u)));
     return vec4(ivec4(four << (24u - 8u * (code & 3u))) >> 24);
 }
+    #elif defined(FLOAT_BY_BITS) // the upper half of a word is shifted down
+const vec4 LOW_PLACE = vec4(1.0, 1.0 / 256.0, 1.0, 1.0 / 256.0);
+        #if PLANES == 0 && !defined(FORMAT_MXFP4)
+const vec4 HIGH_PLACE = LOW_PLACE / 16.0;
+        #else
+const vec4 HIGH_PLACE = LOW_PLACE;
+        #endif
     #elif PLANES == 0 && !defined(FORMAT_MXFP4)
 const vec4 LOW_PLACE = vec4(1.0, 1.0 / 256.0, 1.0 / 65536.0, 1.0 / 16777216.0);
 const vec4 HIGH_PLACE = vec4(1.0 / 16.0, 1.0 / 4096.0, 1.0 / 1048576.0, 1.0);
@@ -242,6 +257,12 @@ void decode_placed(uvec4 raw[RAW], uint i, out vec4 low[4], out vec4 high[4]) {
         low[n] = iq4_value(raw[0] >> (8u * n));
         high[n] = iq4_value(raw[0] >> (8u * n + 4u));
     }
+    #elif PLANES == 0 && !defined(FORMAT_MXFP4) && defined(FLOAT_BY_BITS)
+    [[unroll]] for (uint n = 0u; n < 4u; n++) {
+        const uvec4 half_word = raw[0] >> (16u * (n >> 1u));
+        low[n] = to_float(half_word & (0xFu << (8u * (n & 1u))));
+        high[n] = to_float(half_word & (0xF0u << (8u * (n & 1u))));
+    }
     #elif PLANES == 0 && !defined(FORMAT_MXFP4)
     [[unroll]] for (uint n = 0u; n < 4u; n++) {
         low[n] = vec4(ivec4(raw[0] & (0xFu << (8u * n))));
@@ -263,8 +284,13 @@ void decode_placed(uvec4 raw[RAW], uint i, out vec4 low[4], out vec4 high[4]) {
     const uvec4 h = ((raw[0] >> 4u) & LOW_NIBBLES) | (((raw[1] >> (i + 4u)) & LOW_BITS) << 4u);
         #endif
     [[unroll]] for (uint n = 0u; n < 4u; n++) { // no byte is above 63: the highest one is positive, too
+        #ifdef FLOAT_BY_BITS
+        low[n] = to_float((l >> (16u * (n >> 1u))) & (0xFFu << (8u * (n & 1u))));
+        high[n] = to_float((h >> (16u * (n >> 1u))) & (0xFFu << (8u * (n & 1u))));
+        #else
         low[n] = vec4(ivec4(l & (0xFFu << (8u * n))));
         high[n] = vec4(ivec4(h & (0xFFu << (8u * n))));
+        #endif
     }
     #endif
 }
@@ -279,6 +305,10 @@ void decode(uvec4 raw[RAW], uint k, out vec4 v[WEIGHTS]) {
 #elif defined(FORMAT_BF16)
     v[0] = uintBitsToFloat(raw[0] << 16u);
     v[1] = uintBitsToFloat(raw[0] & 0xFFFF0000u);
+#elif defined(BYTES) && defined(FLOAT_BY_BITS) // 128 more, so that no byte is negative
+    const uvec4 bytes = raw[0] ^ 0x80808080u;
+    [[unroll]] for (uint n = 0u; n < 4u; n++)
+        v[n] = uintBitsToFloat(((bytes >> (8u * n)) & 0xFFu) | 0x4B000000u) - (8388608.0 + 128.0);
 #elif defined(BYTES)
     v[0] = vec4(ivec4(raw[0] << 24u) >> 24);
     v[1] = vec4(ivec4(raw[0] << 16u) >> 24);
@@ -344,18 +374,18 @@ void small_scales(uvec4 s[SCALES_LOADED], uint k, inout vec4 d, inout vec4 m) {
         ds = ((s[3] >> shift) & 15u) | ((s[1] >> (shift + 2u)) & 48u);
         ms = ((s[3] >> (shift + 4u)) & 15u) | ((s[2] >> (shift + 2u)) & 48u);
     }
-    d *= vec4(ivec4(ds));
-    m *= -vec4(ivec4(ms));
+    d *= to_float(ds);
+    m *= -to_float(ms);
     #elif defined(FORMAT_IQ4_XS)
     const uint block = (k / BLOCK_UNITS) & 7u;
     const uvec4 ds = ((s[1] >> (4u * block)) & 15u) | (((s[0] >> (16u + 2u * block)) & 3u) << 4u);
-    d *= vec4(ivec4(ds) - 32);
+    d *= to_float(ds) - 32.0;
     #elif defined(FORMAT_Q3_K)
     const uint part = (k / SCALE_UNITS) & 15u, shift = 8u * (part & 3u);
     const uvec4 low = (part & 4u) == 0u ? s[1] : s[2];
     const uvec4 ds = ((low >> (shift + 4u * (part >> 3u))) & 15u)
         | (((s[3] >> (shift + 2u * (part >> 2u))) & 3u) << 4u);
-    d *= vec4(ivec4(ds) - 32);
+    d *= to_float(ds) - 32.0;
     #elif defined(SUPER) // q2_k, q6_k: a byte for every 16 columns
     const uint part = (k / SCALE_UNITS) & 15u, shift = 8u * (part & 3u);
         #ifdef ONE_SCALE_WORD
@@ -364,10 +394,10 @@ void small_scales(uvec4 s[SCALES_LOADED], uint k, inout vec4 d, inout vec4 m) {
     const uvec4 four = part < 8u ? (part < 4u ? s[1] : s[2]) : (part < 12u ? s[3] : s[4]);
         #endif
         #if defined(FORMAT_Q6_K)
-    d *= vec4(ivec4(four << (24u - shift)) >> 24);
+    d *= to_float(((four >> shift) & 0xFFu) ^ 0x80u) - 128.0;
         #else
-    d *= vec4(ivec4((four >> shift) & 15u));
-    m *= -vec4(ivec4((four >> (shift + 4u)) & 15u));
+    d *= to_float((four >> shift) & 15u);
+    m *= -to_float((four >> (shift + 4u)) & 15u);
         #endif
     #endif
 }

@@ -2,7 +2,11 @@
 // (gate and up in one matrix; or y holds the gate, and the product is up: GATED, SwiGLU only).
 // W lies in the x8 layout; see include/formats.glsl, which must be included first. ALIGNED is a
 // specialization constant, EPILOGUE_LOOP what to do with a loop of four: [[unroll]] or [[dont_unroll]].
+#ifdef SPLIT_X // rows in two f16 planes (split_halves.comp) at x_offset, room for x_stride of them
+layout(set = 0, binding = 1) readonly buffer X { uvec4 x[]; };
+#else
 layout(set = 0, binding = 1) readonly buffer X { vec4 x[]; };   // [tokens][x_stride] floats at x_offset
+#endif
 layout(set = 0, binding = 2) buffer Y { float y[]; };           // [tokens][y_stride] at y_offset
 layout(set = 0, binding = 3) readonly buffer State { uint state[]; };
 layout(set = 0, binding = 4) readonly buffer Bias { float bias[]; }; // [rows of the whole matrix]
@@ -30,6 +34,9 @@ const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
 
 #include "rows.glsl"
 
+#ifdef SPLIT_X
+float scale_of(uint t) { return uintBitsToFloat(x[(p.x_offset + t) >> 2u][(p.x_offset + t) & 3u]); }
+#else
 // x is declared as vec4 so that a lane can load four values at once; where the rows of x do not begin
 // at multiples of four words (ALIGNED == 0) the same four are picked one by one.
 float load_x(uint i) { return x[i >> 2u][i & 3u]; }
@@ -39,6 +46,7 @@ vec4 load_x4(uint i) {
         return x[i >> 2u];
     return vec4(load_x(i), load_x(i + 1u), load_x(i + 2u), load_x(i + 3u));
 }
+#endif
 
 // Bias of rows row .. row+3 of this part; zero for rows of the padding.
 vec4 load_bias(uint row) {

@@ -81,6 +81,8 @@ COUNTERS = (
     "peak_bytes",
     "allocations",
     "pipelines",
+    "submit_ns",
+    "wait_ns",
 )
 
 

@@ -25,6 +25,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <vulkan/vk_layer.h>
 #include <vulkan/vulkan.h>
 
@@ -40,13 +41,28 @@ typedef struct {
     void *pNext;
     VkBool32 cooperativeMatrix, cooperativeMatrixRobustBufferAccess;
 } VkPhysicalDeviceCooperativeMatrixFeaturesKHR;
+typedef struct {
+    VkStructureType sType;
+    void *pNext;
+    uint32_t MSize, NSize, KSize;
+    int32_t AType, BType, CType, ResultType;
+    VkBool32 saturatingAccumulation;
+    int32_t scope;
+} VkCooperativeMatrixPropertiesKHR;
+typedef VkResult(VKAPI_PTR *PFN_vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR)(
+    VkPhysicalDevice, uint32_t *, VkCooperativeMatrixPropertiesKHR *);
+#define VK_STRUCTURE_TYPE_COOPERATIVE_MATRIX_PROPERTIES_KHR ((VkStructureType)1000506001)
+#define VK_COMPONENT_TYPE_FLOAT16_KHR 0
+#define VK_COMPONENT_TYPE_FLOAT32_KHR 1
+#define VK_SCOPE_SUBGROUP_KHR 3
 #endif
 
 /* ------------------------------------------------------------------------------------ the state -- */
 
 /* Every device function we call: X(Name) makes a pointer `Name` in Device, fetched as vkName. */
 #define NEXT_FUNCTIONS(X)                                                                                \
-    X(DestroyDevice) X(QueueSubmit) X(WaitForFences) X(CreateFence) X(AllocateMemory) X(FreeMemory)      \
+    X(DestroyDevice) X(QueueSubmit) X(WaitForFences) X(GetFenceStatus) X(CreateFence) X(AllocateMemory)     \
+    X(FreeMemory)                                                                                        \
     X(MapMemory) X(FlushMappedMemoryRanges) X(CreateBuffer) X(DestroyBuffer)                             \
     X(GetBufferMemoryRequirements) X(BindBufferMemory) X(CreateDescriptorPool) X(DestroyDescriptorPool)  \
     X(CreateDescriptorSetLayout) X(DestroyDescriptorSetLayout) X(AllocateDescriptorSets)                 \
@@ -96,6 +112,7 @@ typedef struct {
     uint64_t dispatches_run, barriers_run, submits;
     uint64_t bytes, peak_bytes, allocations;
     uint64_t pipelines;
+    uint64_t submit_ns, wait_ns; /* in vkQueueSubmit, in waiting for fences */
 } Counters;
 
 /* What kp has made of the algorithm it is making. */
@@ -116,6 +133,7 @@ typedef struct {
     uint8_t uuid[VK_UUID_SIZE];
     uint32_t features; /* FEATURE_* that are on */
     VkPhysicalDeviceMemoryProperties memory;
+    uint64_t poll_ns; /* how long a fence is looked at before the thread sleeps on it */
     Failure failure;
     Counters counters;
     Allocation *allocations;
@@ -306,13 +324,38 @@ static bool offered(const VkExtensionProperties *available, uint32_t count, cons
     return false;
 }
 
+#define INSTANCE_FUNCTION(name) \
+    PFN_vk##name name = (PFN_vk##name)instance->GetInstanceProcAddr(instance->handle, "vk" #name)
+
+/* Whether a subgroup multiplies 16 x 16 matrices of f16 and adds them up in f32, the shape our shaders use. */
+static bool has_matrix_shape(Instance *instance, VkPhysicalDevice physical)
+{
+    enum { MAX_SHAPES = 64 };
+    INSTANCE_FUNCTION(GetPhysicalDeviceCooperativeMatrixPropertiesKHR);
+    VkCooperativeMatrixPropertiesKHR shapes[MAX_SHAPES];
+    memset(shapes, 0, sizeof shapes);
+    for (int i = 0; i < MAX_SHAPES; i++)
+        shapes[i].sType = VK_STRUCTURE_TYPE_COOPERATIVE_MATRIX_PROPERTIES_KHR;
+    uint32_t count = MAX_SHAPES;
+    if (!GetPhysicalDeviceCooperativeMatrixPropertiesKHR ||
+        GetPhysicalDeviceCooperativeMatrixPropertiesKHR(physical, &count, shapes) < 0)
+        return false;
+    for (uint32_t i = 0; i < count; i++) {
+        const VkCooperativeMatrixPropertiesKHR *s = &shapes[i];
+        if (s->MSize == 16 && s->NSize == 16 && s->KSize == 16 && (int)s->scope == VK_SCOPE_SUBGROUP_KHR &&
+            (int)s->AType == VK_COMPONENT_TYPE_FLOAT16_KHR && (int)s->BType == VK_COMPONENT_TYPE_FLOAT16_KHR &&
+            (int)s->CType == VK_COMPONENT_TYPE_FLOAT32_KHR &&
+            (int)s->ResultType == VK_COMPONENT_TYPE_FLOAT32_KHR)
+            return true;
+    }
+    return false;
+}
+
 /* Fills `f` with what the device supports of our list, ready to be chained into VkDeviceCreateInfo,
  * and `wanted` with the extensions this takes. Returns the FEATURE_* bits. */
 static uint32_t supported_features(
     Instance *instance, VkPhysicalDevice physical, Features *f, Extensions *wanted)
 {
-#define INSTANCE_FUNCTION(name) \
-    PFN_vk##name name = (PFN_vk##name)instance->GetInstanceProcAddr(instance->handle, "vk" #name)
     INSTANCE_FUNCTION(EnumerateDeviceExtensionProperties);
     INSTANCE_FUNCTION(GetPhysicalDeviceFeatures2);
     memset(f, 0, sizeof *f);
@@ -369,7 +412,8 @@ static uint32_t supported_features(
     bits |= f->arithmetic.shaderInt8 ? FEATURE_INT8 : 0;
     bits |= int16 ? FEATURE_INT16 : 0;
     bits |= f->dot.shaderIntegerDotProduct ? FEATURE_INTEGER_DOT_PRODUCT : 0;
-    if (f->matrix.cooperativeMatrix && f->memory_model.vulkanMemoryModel)
+    if (f->matrix.cooperativeMatrix && f->memory_model.vulkanMemoryModel &&
+        has_matrix_shape(instance, physical))
         bits |= FEATURE_COOPERATIVE_MATRIX;
     if (f->subgroup.subgroupSizeControl && f->subgroup.computeFullSubgroups)
         bits |= FEATURE_SUBGROUP_SIZE_CONTROL;
@@ -385,6 +429,10 @@ static void physical_properties(Instance *instance, VkPhysicalDevice physical, D
     if (GetPhysicalDeviceProperties2)
         GetPhysicalDeviceProperties2(physical, &properties);
     memcpy(d->uuid, id.deviceUUID, VK_UUID_SIZE);
+    /* A CPU device wants the core that polling would keep busy. */
+    bool cpu = properties.properties.deviceType == VK_PHYSICAL_DEVICE_TYPE_CPU;
+    const char *poll = getenv("XINFER_VK_POLL_US");
+    d->poll_ns = poll ? strtoull(poll, NULL, 10) * 1000 : cpu ? 0 : 20000000;
     GetPhysicalDeviceMemoryProperties(physical, &d->memory);
 }
 
@@ -906,6 +954,13 @@ static VKAPI_ATTR VkResult VKAPI_CALL EndCommandBuffer(VkCommandBuffer commands)
 
 /* ---------------------------------------------------------------------------------- submit and wait -- */
 
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
 static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(
     VkQueue queue, uint32_t count, const VkSubmitInfo *infos, VkFence fence)
 {
@@ -913,7 +968,9 @@ static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(
     VkResult result = refused(d, "vkQueueSubmit", 0);
     if (result != VK_SUCCESS)
         return result;
+    const uint64_t begin = now_ns();
     result = keep(d, "vkQueueSubmit", 0, d->QueueSubmit(queue, count, infos, fence));
+    d->counters.submit_ns += now_ns() - begin;
     d->counters.submits++;
     for (uint32_t i = 0; i < count; i++)
         for (uint32_t j = 0; j < infos[i].commandBufferCount; j++) {
@@ -924,14 +981,24 @@ static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(
     return result;
 }
 
-/* kp ignores a failed submit and waits, without limit, for a fence that nothing will signal. */
+/* kp ignores a failed submit and waits, without limit, for a fence that nothing will signal.
+ *
+ * A thread that sleeps on a fence wakes by an interrupt: 0.5 ms after the end on an NVIDIA driver in a
+ * virtual machine, as long as a small model's whole step. So the fence is polled first, for longer than a decode step takes. */
 static VKAPI_ATTR VkResult VKAPI_CALL WaitForFences(
     VkDevice handle, uint32_t count, const VkFence *fences, VkBool32 all, uint64_t timeout)
 {
     Device *d = device_of(handle);
     if (d->failure.result)
         return d->failure.result;
-    VkResult result = d->WaitForFences(handle, count, fences, all, timeout);
+    const uint64_t begin = now_ns();
+    VkResult result = VK_NOT_READY;
+    if (count == 1 && d->GetFenceStatus)
+        while (result == VK_NOT_READY && now_ns() - begin < d->poll_ns && now_ns() - begin < timeout)
+            result = d->GetFenceStatus(handle, fences[0]);
+    if (result == VK_NOT_READY)
+        result = d->WaitForFences(handle, count, fences, all, timeout);
+    d->counters.wait_ns += now_ns() - begin;
     VkResult planted = injected("vkWaitForFences"); /* after the wait: the device must not be running still */
     return keep(d, "vkWaitForFences", 0, planted ? planted : result);
 }

@@ -1,0 +1,15 @@
+// matmul_coop.comp without its matrix units: what of it can be tested where there are none.
+#version 450
+#extension GL_GOOGLE_include_directive : require
+#extension GL_EXT_control_flow_attributes : require
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_1,q4_k,q6_k
+layout(local_size_x = 128) in;
+layout(constant_id = 0) const uint TOKENS = 64u;
+layout(constant_id = 1) const uint SUBGROUPS = 4u;
+#define EMULATED
+#define FLOAT_BY_BITS
+#define SPLIT_X
+#include "formats.glsl"
+#define EPILOGUE_LOOP [[unroll]]
+#include "linear.glsl"
+#include "coop.glsl"
