@@ -2,10 +2,11 @@
 #version 450
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
-// variants: FORMAT=f32,f16,bf16,q8_0,q4_1,q4_k,q6_k
-layout(local_size_x = 128) in;
-layout(constant_id = 0) const uint TOKENS = 64u;
-layout(constant_id = 1) const uint SUBGROUPS = 4u;
+// variants: FORMAT=f32,f16,bf16,q8_0,q4_1,q4_k,q6_k,int4,int8
+layout(local_size_x_id = 0) in; // spec: local_size = 128
+layout(constant_id = 1) const uint TOKENS = 64u;   // 16, 32 or 64
+layout(constant_id = 2) const uint SUBGROUPS = 4u; // in a workgroup: 8, 4 or 2
+#define GROUP_CONSTANT 4
 #define EMULATED
 #define FLOAT_BY_BITS
 #define SPLIT_X

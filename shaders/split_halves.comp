@@ -55,6 +55,8 @@ void main() {
         const vec2 v = vec2(scaled(row, 2u * i, inverse), scaled(row, 2u * i + 1u, inverse));
         const uint high = packHalf2x16(v);
         halves[first + i] = high;
-        halves[first + words + i] = packHalf2x16((v - unpackHalf2x16(high)) * 2048.0);
+        // p.tokens >> 31 is zero: lest lavapipe 25 takes the second of unpack(pack(v)) for v itself
+        const vec2 rest = v - unpackHalf2x16(high | (p.tokens >> 31u));
+        halves[first + words + i] = packHalf2x16(rest * 2048.0);
     }
 }

@@ -23,23 +23,24 @@ const uint STRIDE = 10u; // of a row in a tile, uvec2: 8 and 2 of padding
 const uint X_HIGH = 0u, X_LOW = TOKENS * STRIDE, W_HIGH = 2u * X_LOW, W_LOW = W_HIGH + ROWS * STRIDE;
 const uint ROW_PIECES = ROWS / 16u / SUBGROUPS, TOKEN_PIECES = TOKENS / 16u;
 
-shared uvec2 tile[2u * (TOKENS + ROWS) * STRIDE]; // 4 halves an element; at the end sums, 2 an element
+shared uvec2 cells[2u * (TOKENS + ROWS) * STRIDE]; // 4 halves an element; at the end sums, 2 an element
 
 #ifdef EMULATED
+    #define PIECES [[dont_unroll]]
     #define MATRIX_A uint
     #define MATRIX_B uint
     #define LANES_OF_ONE 32u
 struct Sums {
     float v[8];
 };
-Sums zero() {
+Sums no_sums() {
     Sums s;
     [[unroll]] for (uint i = 0u; i < 8u; i++)
         s.v[i] = 0.0;
     return s;
 }
 float half_at(uint at, uint i) {
-    const vec2 v = unpackHalf2x16(tile[at + i / 4u][(i / 2u) & 1u]);
+    const vec2 v = unpackHalf2x16(cells[at + i / 4u][(i / 2u) & 1u]);
     return v[i & 1u];
 }
 // Lane l has row l % 16 and eight columns of the 16 x 16 sums.
@@ -58,20 +59,21 @@ Sums add(Sums a, Sums b, float factor) {
 void put(Sums s, uint at) {
     const uint l = gl_LocalInvocationID.x % 32u;
     for (uint i = 0u; i < 8u; i++)
-        tile[at + ((l >> 4u) * 8u + i) * 8u + (l & 15u) / 2u][l & 1u] = floatBitsToUint(s.v[i]);
+        cells[at + ((l >> 4u) * 8u + i) * 8u + (l & 15u) / 2u][l & 1u] = floatBitsToUint(s.v[i]);
 }
     #define LOAD_A(m, at) m = at
     #define LOAD_B(m, at) m = at
 #else
+    #define PIECES [[unroll]]
     #define MATRIX_A coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA>
     #define MATRIX_B coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseB>
     #define Sums coopmat<float, gl_ScopeSubgroup, 16, 16, gl_MatrixUseAccumulator>
-    #define zero() Sums(0.0)
+    #define no_sums() Sums(0.0)
     #define multiply(a, b, s) coopMatMulAdd(a, b, s)
     #define add(a, b, factor) ((a) + (b) * (factor))
-    #define put(s, at) coopMatStore(s, tile, at, 8u, gl_CooperativeMatrixLayoutColumnMajor)
-    #define LOAD_A(m, at) coopMatLoad(m, tile, at, STRIDE, gl_CooperativeMatrixLayoutRowMajor)
-    #define LOAD_B(m, at) coopMatLoad(m, tile, at, STRIDE, gl_CooperativeMatrixLayoutColumnMajor)
+    #define put(s, at) coopMatStore(s, cells, at, 8u, gl_CooperativeMatrixLayoutColumnMajor)
+    #define LOAD_A(m, at) coopMatLoad(m, cells, at, STRIDE, gl_CooperativeMatrixLayoutRowMajor)
+    #define LOAD_B(m, at) coopMatLoad(m, cells, at, STRIDE, gl_CooperativeMatrixLayoutColumnMajor)
     #define LANES_OF_ONE (LANES / SUBGROUPS)
 #endif
 
@@ -102,10 +104,10 @@ uint item_unit(uint i) {
     return (n / 2u) % (BLOCK_UNITS / RUN_UNITS) * RUN_UNITS;
 }
 
-void fetch(uint block, uint i, out Words words) {
+void fetch(uint w_first, uint block, uint i, out Words words) {
     const uint last_group = (p.rows - 1u) / 8u, units = UNITS(p.cols), q = item_quad(i);
     const uint group = min(gl_WorkGroupID.x * (ROWS / 8u) + q / 2u, last_group); // rows beyond are not stored
-    const uint quad = p.w_offset / 4u + group * ROW_WORDS(p.cols) * 2u + (q & 1u);
+    const uint quad = w_first / 4u + group * ROW_WORDS(p.cols) * 2u + (q & 1u);
     const uint unit = block * BLOCK_UNITS + item_unit(i);
     [[unroll]] for (uint u = 0u; u < RUN_UNITS; u++)
         if (unit + u < units)
@@ -121,10 +123,11 @@ void fetch(uint block, uint i, out Words words) {
 void put_run(uint row, uint column, vec4 v) {
     const uint at = row * STRIDE + column / 4u;
     const uvec2 high = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
-    tile[W_HIGH + at] = high;
+    cells[W_HIGH + at] = high;
 #ifndef FORMAT_F16
-    const vec4 rest = (v - vec4(unpackHalf2x16(high.x), unpackHalf2x16(high.y))) * 2048.0;
-    tile[W_LOW + at] = uvec2(packHalf2x16(rest.xy), packHalf2x16(rest.zw));
+    const uint zero = p.rows >> 31u; // lest lavapipe 25 takes the second of unpack(pack(v)) for v itself
+    const vec4 rest = (v - vec4(unpackHalf2x16(high.x | zero), unpackHalf2x16(high.y | zero))) * 2048.0;
+    cells[W_LOW + at] = uvec2(packHalf2x16(rest.xy), packHalf2x16(rest.zw));
 #endif
 }
 
@@ -151,8 +154,8 @@ void decode_to_tile(uint block, uint i, Words words) {
 }
 
 void main() {
-    const uint t0 = gl_WorkGroupID.y * TOKENS;
-    const uint used = state[p.count_at];
+    const Tile tile = find_tile();
+    const uint t0 = tile.first, used = tile.end;
     if (t0 >= used)
         return; // the whole workgroup: used is the same for all
     const uint lane = gl_LocalInvocationID.x;
@@ -162,20 +165,20 @@ void main() {
 
     Sums sums[ROW_PIECES * TOKEN_PIECES]; // one declaration each: glslang 13 types only the first of several right
     Sums small[ROW_PIECES * TOKEN_PIECES];
-    [[unroll]] for (uint i = 0u; i < ROW_PIECES * TOKEN_PIECES; i++) {
-        sums[i] = zero();
-        small[i] = zero();
+    PIECES for (uint i = 0u; i < ROW_PIECES * TOKEN_PIECES; i++) {
+        sums[i] = no_sums();
+        small[i] = no_sums();
     }
     Words words[ITEMS];
     uvec4 halves[X_LOADS];
     // x: the halves of a token's 32 columns are 4 loads of 16 bytes in each plane
 #define FETCH(block)                                                                              \
-    [[unroll]] for (uint i = 0u; i < ITEMS; i++) fetch(block, i, words[i]);                       \
+    [[unroll]] for (uint i = 0u; i < ITEMS; i++) fetch(tile.weights, block, i, words[i]);         \
     [[unroll]] for (uint i = 0u; i < X_LOADS; i++) {                                              \
         const uint n = i * LANES + lane, t = t0 + n / 8u, plane = (n >> 2u) & 1u;                 \
         halves[i] = uvec4(0u);                                                                    \
         if (t < used)                                                                             \
-            halves[i] = x[x_first + ((t * 2u + plane) * blocks + (block)) * 4u + (n & 3u)];       \
+            halves[i] = x[x_first + ((x_row(t) * 2u + plane) * blocks + (block)) * 4u + (n & 3u)];       \
     }
     FETCH(0u)
     for (uint block = 0u; block < blocks; block++) {
@@ -184,8 +187,8 @@ void main() {
         [[unroll]] for (uint i = 0u; i < X_LOADS; i++) {
             const uint n = i * LANES + lane;
             const uint at = ((n >> 2u) & 1u) * X_LOW + n / 8u * STRIDE + (n & 3u) * 2u;
-            tile[at] = halves[i].xy;
-            tile[at + 1u] = halves[i].zw;
+            cells[at] = halves[i].xy;
+            cells[at + 1u] = halves[i].zw;
         }
         barrier();
         const uint next = min(block + 1u, blocks - 1u);
@@ -193,25 +196,25 @@ void main() {
 
         MATRIX_A high[ROW_PIECES * 2u];
         MATRIX_A low[ROW_PIECES * 2u];
-        [[unroll]] for (uint i = 0u; i < ROW_PIECES; i++)
-            [[unroll]] for (uint k = 0u; k < 2u; k++) {
+        PIECES for (uint i = 0u; i < ROW_PIECES; i++)
+            PIECES for (uint k = 0u; k < 2u; k++) {
                 const uint at = (one * ROW_PIECES + i) * 16u * STRIDE + k * 4u;
                 LOAD_A(high[i * 2u + k], W_HIGH + at);
 #ifndef FORMAT_F16
                 LOAD_A(low[i * 2u + k], W_LOW + at);
 #endif
             }
-        [[unroll]] for (uint j = 0u; j < TOKEN_PIECES; j++) {
+        PIECES for (uint j = 0u; j < TOKEN_PIECES; j++) {
             MATRIX_B x_high[2];
             MATRIX_B x_low[2];
-            [[unroll]] for (uint k = 0u; k < 2u; k++) {
+            PIECES for (uint k = 0u; k < 2u; k++) {
                 LOAD_B(x_high[k], X_HIGH + j * 16u * STRIDE + k * 4u);
                 LOAD_B(x_low[k], X_LOW + j * 16u * STRIDE + k * 4u);
             }
-            [[unroll]] for (uint i = 0u; i < ROW_PIECES; i++) {
+            PIECES for (uint i = 0u; i < ROW_PIECES; i++) {
                 const uint n = i * TOKEN_PIECES + j;
-                Sums part = zero();
-                [[unroll]] for (uint k = 0u; k < 2u; k++) {
+                Sums part = no_sums();
+                PIECES for (uint k = 0u; k < 2u; k++) {
                     part = multiply(high[i * 2u + k], x_high[k], part);
                     small[n] = multiply(high[i * 2u + k], x_low[k], small[n]);
 #ifndef FORMAT_F16
@@ -226,8 +229,8 @@ void main() {
 
     // Through shared memory, 16 x 16 a subgroup at a time, to the lanes that store four rows of a token.
     const uint stage = one * 128u;
-    [[unroll]] for (uint i = 0u; i < ROW_PIECES; i++)
-        [[unroll]] for (uint j = 0u; j < TOKEN_PIECES; j++) {
+    PIECES for (uint i = 0u; i < ROW_PIECES; i++)
+        PIECES for (uint j = 0u; j < TOKEN_PIECES; j++) {
             const uint n = i * TOKEN_PIECES + j;
             sums[n] = add(sums[n], small[n], 1.0 / 2048.0);
             put(sums[n], stage);
@@ -235,9 +238,9 @@ void main() {
             const uint row0 = gl_WorkGroupID.x * ROWS + (one * ROW_PIECES + i) * 16u;
             for (uint e = lane % LANES_OF_ONE; e < 64u; e += LANES_OF_ONE) {
                 const uint t = t0 + j * 16u + e / 4u, row = row0 + (e & 3u) * 4u;
-                const uvec2 a = tile[stage + e * 2u], b = tile[stage + e * 2u + 1u];
+                const uvec2 a = cells[stage + e * 2u], b = cells[stage + e * 2u + 1u];
                 if (t < used)
-                    store(row, t, uintBitsToFloat(uvec4(a, b)) * scale_of(t) + load_bias(row));
+                    store(row, y_row(t), uintBitsToFloat(uvec4(a, b)) * scale_of(x_row(t)) + load_bias(row));
             }
             barrier();
         }

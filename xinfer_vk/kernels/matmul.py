@@ -6,11 +6,13 @@ residual connection; ``swiglu`` and ``geglu`` (Shazeer 2020), which take rows in
 and store ``silu(gate) * up`` or ``gelu(gate) * up``; ``gated``, which multiplies by ``silu(y)`` of what y
 holds, a gate.
 
-Three shader families, chosen by :func:`linear` from the device and the number of token rows:
+Four shader families, chosen by :func:`linear` from the device and the number of token rows:
 
 - ``matmul_simd`` for CPU devices, any number of rows: no shared memory, no barriers;
 - ``matvec`` for GPUs and few rows (decode): the inner dimension is split over a workgroup;
-- ``matmul`` for GPUs and many rows (prefill): tiles decoded into shared memory.
+- ``matmul`` for GPUs and many rows (prefill): tiles decoded into shared memory;
+- ``matmul_coop`` for GPUs with matrix units and many rows, from activations in two f16 planes
+  (:mod:`xinfer_vk.kernels.halves`): as exact as f32 and several times as fast.
 
 The same shaders multiply by the experts of a mixture: :mod:`xinfer_vk.kernels.experts`.
 """
@@ -24,6 +26,7 @@ import numpy as np
 
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
+from xinfer_vk.kernels.halves import read_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format
 from xinfer_vk.kernels.swiglu import gelu_tanh, silu
 from xinfer_vk.kernels.unpack import unpack
@@ -48,9 +51,12 @@ MATVEC_LANES, MATVEC_ROWS, MATVEC_TOKENS = (64, 128, 256), 8, 8
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
 # matmul: a workgroup computes 64 rows of up to 64 tokens, each lane 4 rows of TILE / 16 tokens.
 TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
+# matmul_coop: a workgroup of 128 lanes computes 128 rows of up to 64 tokens.
+COOP_LANES, COOP_ROWS, COOP_TOKENS = 128, 128, (16, 32, 64)
+SPLIT_FAMILIES = ("matmul_coop", "matmul_coop_check")
 
 
-def _oracle(fmt: str) -> Callable[[OracleCall], None]:
+def _oracle(fmt: str, halves: bool = False) -> Callable[[OracleCall], None]:
     def oracle(call: OracleCall) -> None:
         p = call.p
         words = matrix_words(fmt, p.rows, p.cols)
@@ -60,7 +66,10 @@ def _oracle(fmt: str) -> Callable[[OracleCall], None]:
 
         weights = call.cached(("w", fmt, p.w_offset, p.rows, p.cols), dense)  # [rows, cols]
         tokens = int(call.u32("state")[p.count_at])
-        x = rows_view(call.f32("x"), p.x_offset, p.x_stride, tokens, p.cols)
+        if halves:
+            x = read_halves(call.u32("x"), p.x_offset, p.x_stride, tokens, p.cols)
+        else:
+            x = rows_view(call.f32("x"), p.x_offset, p.x_stride, tokens, p.cols)
         v = x @ weights.T  # [tokens, rows], accumulated in float32 by the BLAS
         if p.has_bias:
             first = p.bias_offset + p.first_row
@@ -101,7 +110,7 @@ def _kernel(family: str, fmt: str, variant: str, spec: tuple[tuple[str, int], ..
     shader_fmt, fmt_spec = shader_format(fmt)
     variant = f".{variant}" if variant else ""
     name, shader = f"{family}.{fmt}{variant}", f"{family}.{shader_fmt}{variant}"
-    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, _oracle(fmt))
+    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, _oracle(fmt, family in SPLIT_FAMILIES))
 
 
 def _up_to(tokens: int, sizes: Sequence[int]) -> int:
@@ -141,6 +150,19 @@ def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tup
     return _kernel("matmul", fmt, "", spec), TILE_ROWS, tile
 
 
+def _coop(profile: DeviceProfile, fmt: str, tokens: int, family: str) -> tuple[Kernel, int, int]:
+    fitting = [tile for tile in COOP_TOKENS if (COOP_ROWS + tile) * 160 <= profile.max_shared_bytes]
+    tile = _up_to(tokens, fitting)
+    subgroups = COOP_LANES // profile.subgroup_size if family == "matmul_coop" else COOP_LANES // 32
+    spec = (("local_size", COOP_LANES), ("tokens", tile), ("subgroups", subgroups), ("experts", 0))
+    return _kernel(family, fmt, "", spec), COOP_ROWS, tile
+
+
+def _coop_family(profile: DeviceProfile) -> str:
+    """Devices without matrix units get the variant that does without: slow, for tests."""
+    return "matmul_coop" if "cooperative_matrix" in profile.features else "matmul_coop_check"
+
+
 def choose(
     profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool
 ) -> tuple[Kernel, int, int]:
@@ -167,6 +189,7 @@ def linear(
     epilogue: str,
     count: str,
     label: str = "linear",
+    halves: Ref | None = None,
 ) -> list[Step]:
     """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
 
@@ -174,7 +197,9 @@ def linear(
     ``r`` of W goes to column ``r``, or ``r / 2`` where gate and up are paired. ``tokens`` is the number of
     rows the plan is made for; ``count`` ("tokens" or "outputs") names the word of ``state`` with how many of
     them are in use in a run: rows beyond are neither read nor written. ``x`` and ``y`` may lie in one
-    buffer but must not overlap. One step a part; none waits for another.
+    buffer but must not overlap. One step a part; none waits for another. ``halves``: the same rows of x as
+    :func:`xinfer_vk.kernels.halves.split_halves` left them, with room for ``tokens``; then the product is
+    made of these, on matrix units.
 
     Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
     begin at a multiple of 4 words and of 8 rows, and for parts that cut a gate from its up.
@@ -185,7 +210,11 @@ def linear(
         raise ValueError(f"count {count!r} does not exist (there are: {', '.join(COUNTS)})")
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
-    kernel, tile_rows, tile_tokens = choose(profile, fmt, cols, tokens, aligned)
+    if halves is not None:
+        kernel, tile_rows, tile_tokens = _coop(profile, fmt, tokens, _coop_family(profile))
+        x, x_stride = halves, tokens
+    else:
+        kernel, tile_rows, tile_tokens = choose(profile, fmt, cols, tokens, aligned)
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue in PAIRED and part.rows % 2):
