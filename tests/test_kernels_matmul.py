@@ -19,6 +19,7 @@ from weight_matrices import BLOCK_SIZES, FORMATS, GROUPED, WeightMatrix, random_
 
 from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Part, Ref
+from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words
 from xinfer_vk.kernels.matmul import EPILOGUES, PAIRED, linear
 from xinfer_vk.kernels.unpack import unpack, unpack_rows
@@ -48,6 +49,7 @@ class Product:
     splits: tuple[int, ...] = ()
     gap: int = 0
     count: str = "tokens"
+    halves: bool = False  # from activations in two f16 planes
 
     @property
     def x_stride(self) -> int:
@@ -99,22 +101,16 @@ class Setup:
         state_values[st.N_TOKENS if p.count == "tokens" else st.N_OUTPUTS] = p.used
         state = put("state", BufferKind.STATE, state_values, 0).buffer
         bias = put("params", BufferKind.WEIGHTS, self.bias, 5) if p.bias else None
-        steps = linear(
-            profile,
-            p.fmt,
-            parts,
-            p.cols,
-            x,
-            p.x_stride,
-            y,
-            y_stride,
-            p.tokens,
-            state,
-            bias,
-            p.epilogue,
-            p.count,
-        )
-        assert len(steps) == len(parts)
+        halves, steps = None, []
+        if p.halves:
+            room = np.full(halves_words(p.tokens, p.cols), POISON)
+            halves = put("halves", BufferKind.SCRATCH, room, 4)
+            steps = split_halves(x, p.x_stride, p.cols, halves, p.tokens, state, p.count)
+        steps += linear(
+            profile, p.fmt, parts, p.cols, x, p.x_stride, y, y_stride, p.tokens, state, bias, p.epilogue,
+            p.count, halves=halves,
+        )  # fmt: skip
+        assert len(steps) == len(parts) + p.halves
         run(rt, steps)
         got = rt.read(y.buffer, 0, y.buffer.words)
         for buffer in buffers:
@@ -217,6 +213,26 @@ def test_products_need_no_subgroup_of_eight(fmt: str, runtime: Any) -> None:
     for tokens, used in ((1, 1), (3, 2), (9, 9)):
         check(Product(fmt, 33, cols_for(fmt, 5), tokens, used), runtime, profile)
     check(Product(fmt, 34, cols_for(fmt, 3), 4, 4, "swiglu", bias=True, gap=1), runtime, profile)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_on_matrix_units_are_as_exact_as_f32(fmt: str, runtime: Any) -> None:
+    """Where there are none, the same shader with ordinary arithmetic in their place is tested, for a few
+    formats and on one device: it is slow to compile."""
+    profile = replace(runtime.profile, simd=False)
+    if not multiplies_halves(profile, 16) and not (fmt in ("f16", "q4_k") and "llvmpipe" in profile.name):
+        pytest.skip("no matrix units, and the format or the device is not one the shader is emulated for")
+    check(
+        Product(fmt, 150, cols_for(fmt, 5), 16, 11, bias=True, splits=(136,), halves=True), runtime, profile
+    )
+    if multiplies_halves(profile, 16):
+        for rows, tokens, used, i in ((257, 33, 33, 1), (38, 64, 1, 4), (128, 257, 257, 0), (7, 9, 9, 7)):
+            check(Product(fmt, rows, cols_for(fmt, i), tokens, used, halves=True), runtime, profile)
+        for epilogue in EPILOGUES:
+            check(
+                Product(fmt, 70, whole_blocks(fmt, 64), 16, 13, epilogue, True, halves=True), runtime, profile
+            )
+        check(Product(fmt, 130, whole_blocks(fmt, 4096), 70, 70, halves=True, gap=1), runtime, profile)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

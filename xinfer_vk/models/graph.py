@@ -15,6 +15,7 @@ from xinfer_vk.kernels.attention import attention, partial_words
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
+from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.matmul import linear
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
@@ -73,6 +74,8 @@ class Activations:
             argmax_partial_words(profile, c.vocab_size, outputs),
             1,
         )
+        most, widest = max(tokens, outputs), max(c.hidden_size, q_dim, c.intermediate_size)
+        halves = halves_words(most, widest) if multiplies_halves(profile, most) else 0
         sizes = {
             "residual": (tokens, c.hidden_size),  # x: the residual stream
             "normed": (tokens, c.hidden_size),  # RMSNorm(x), input of the projections
@@ -82,7 +85,8 @@ class Activations:
             "hidden": (tokens, c.intermediate_size),  # act(gate) * up
             "final": (outputs, c.hidden_size),  # RMSNorm(x) of the rows that want logits
             "logits": (outputs, c.vocab_size),
-            "ordered": (max(tokens, outputs), ordered_width),  # a product's input in its matrix' order
+            "ordered": (most, ordered_width),  # a product's input in its matrix' order
+            "halves": (1, halves),  # a product's input in two f16 planes, for matrix units
             "partials": (1, partials),
         }
         total, offsets = 0, {}
@@ -100,6 +104,7 @@ class Activations:
         self.final = rows_of["final"]
         self.logits = rows_of["logits"]
         self.ordered = rows_of["ordered"]
+        self.halves = rows_of["halves"].ref
         self.partials = rows_of["partials"].ref
 
 
@@ -171,13 +176,24 @@ class Graph:
         ``epilogue``: "store", "add" (``out += …``, the residual connection), "swiglu" or "geglu" (rows
         come in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]`` or gelu).  [T, out features]
         """
+        halves: Ref | None = None
         for w in weights:
             at = self._ordered(x, w, self.tokens, "tokens")
+            if halves is None or w.order is not None:
+                halves = self._halves(at, w.cols, self.tokens, "tokens")
             self.steps += linear(
                 self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, self.tokens,
-                self.state, w.bias, epilogue, "tokens", label,
+                self.state, w.bias, epilogue, "tokens", label, halves,
             )  # fmt: skip
             out = out.columns(w.rows)
+
+    def _halves(self, x: Rows, cols: int, rows: int, count: str) -> Ref | None:
+        """The rows of ``x`` for matrix units, where the device has these and there are rows enough."""
+        if not multiplies_halves(self.profile, rows):
+            return None
+        out = self.act.halves
+        self.steps += split_halves(x.ref, x.stride, cols, out, rows, self.state, count)
+        return out
 
     def _ordered(self, x: Rows, w: Matrix, rows: int, count: str) -> Rows:
         """``x`` with its columns in the order of those of a matrix (GPTQ's activation order)."""
@@ -263,9 +279,10 @@ class Graph:
         """``logits = final Wᵀ``, with the config's soft cap if it has one  [R, vocabulary]"""
         logits = self.act.logits
         final = self._ordered(self.act.final, weights, self.outputs, "outputs")
+        halves = self._halves(final, weights.cols, self.outputs, "outputs")
         self.steps += linear(
             self.profile, weights.fmt, weights.parts, weights.cols, final.ref, final.stride, logits.ref,
-            logits.stride, self.outputs, self.state, weights.bias, "store", "outputs", "head",
+            logits.stride, self.outputs, self.state, weights.bias, "store", "outputs", "head", halves,
         )  # fmt: skip
         if cap := self.config.logit_softcap:
             self.steps += softcap(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
 from xinfer_vk.kernels.embed import embed
+from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.layout import (
     BLOCK_FORMATS,
     BLOCK_LAYOUTS,
@@ -96,7 +98,9 @@ def _embed(fmt: str) -> Build:
     return build
 
 
-def _linear(fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds: tuple[int, ...]) -> Build:
+def _linear(
+    fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds: tuple[int, ...], halves: bool = False
+) -> Build:
     cols, count = (256 if fmt in SUPER_FORMATS else 288), "outputs" if tokens == 1 else "tokens"
 
     def build(bench: Bench) -> list[Step]:
@@ -115,9 +119,14 @@ def _linear(fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds:
             bench.write(y, 1, before)
         biases = bench.filled("bias", rng.standard_normal(rows + 2).astype(np.float32), BufferKind.WEIGHTS)
         batch = Batch(((0, used),), tokens, outputs=tuple(range(used)) if count == "outputs" else ())
-        return linear(
+        state, split = batch.state_buffer(bench), None
+        steps: list[Step] = []
+        if halves:
+            split = Ref(bench.buffer("halves", halves_words(tokens, cols)))
+            steps = split_halves(Ref(x_buffer), x_stride, cols, split, tokens, state, count)
+        return steps + linear(
             bench.profile, fmt, parts, cols, Ref(x_buffer), x_stride, Ref(y, 1), y_stride, tokens,
-            batch.state_buffer(bench), Ref(biases, 2) if bias else None, epilogue, count,
+            state, Ref(biases, 2) if bias else None, epilogue, count, halves=split,
         )  # fmt: skip
 
     return build
@@ -136,6 +145,11 @@ def _cases() -> list[Case]:
             variant = f"{fmt}, {used} of {tokens} rows, {epilogue}" + (" with bias" if bias else "")
             quick = fmt in QUICK_FORMATS or epilogue == "add"
             cases += kernel_cases("linear", variant, build, PRODUCT, quick=quick)
+        build = _linear(fmt, 33, 64, "swiglu", True, (0, 134), halves=True)
+        cases += [
+            dataclasses.replace(case, applies=lambda profile: multiplies_halves(profile, 64))
+            for case in kernel_cases("linear", f"{fmt}, 33 of 64 rows, on matrix units", build, PRODUCT)
+        ]
     return cases
 
 
