@@ -48,7 +48,7 @@ def main(files: tuple[Path, ...], tokens: int, device: str) -> None:
         print(
             f"{file.name}\n"
             f"  tokens of the text the same: {same}\n"
-            f"  perplexity of {tokens} tokens: llama.cpp {perplexities[0]:.3f}, xinfer-vk {perplexities[1]:.3f}\n"
+            f"  perplexity: llama.cpp {perplexities[0]:.3f}, xinfer-vk {perplexities[1]:.3f}\n"
             f"  the same most likely token: {agree:.1%}; mean KL divergence {divergence:.5f}\n"
             f"  llama.cpp: {completion['choices'][0]['text']!r}\n"
             f"  xinfer-vk: {mine.text!r}"

@@ -24,6 +24,8 @@ COMMANDS = {
     "bench": "Measure how fast a model prefills and decodes, and how near the device's limits.",
     "devices": "List the Vulkan devices and what they can do.",
     "pull": "Download a model.",
+    "inspect": "Show what a model file holds and whether it can be run.",
+    "estimate": "Tell what a model needs of a device's memory.",
     "quantize": "Write a model as a GGUF file in another number format.",
     "selftest": "Check every kernel on a device against its NumPy reference.",
 }

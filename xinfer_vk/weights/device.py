@@ -152,13 +152,17 @@ class WeightPlanner:
         """Bytes on the device of all that was declared."""
         return sum(arena.words for arena in (self._params, *self._arenas)) * WORD_BYTES
 
+    def check(self) -> None:
+        """Raises :class:`ModelError` for a tensor in the file that nothing asked for."""
+        self._refuse_unused()
+
     def upload(self, runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> None:
         """Allocate the arenas and fill them. ``progress(done, total)`` is told bytes now and then.
 
         Raises :class:`ModelError` for a tensor in the file that nothing asked for, and
         :class:`OutOfMemoryError` from the runtime, after freeing what was allocated.
         """
-        self._refuse_unused()
+        self.check()
         runtime.require_free(self.total_bytes, f"the weights of {self.source.name}")
         arenas = [arena for arena in (self._params, *self._arenas) if arena.words]
         try:

@@ -1,0 +1,148 @@
+"""``xinfer-vk estimate``: what a model needs of a device's memory."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xinfer_vk.cli.options import QUANTIZE_TYPES
+from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.errors import DeviceError, UsageError
+
+if TYPE_CHECKING:
+    from xinfer_vk.engine.estimate import Estimate, Fit
+    from xinfer_vk.weights.source import ModelSource
+
+DEFAULT_CONTEXT = 4096
+
+
+@click.command("estimate")
+@click.argument("model", required=False)
+@click.option("--shape", help="A known shape instead of a model, as it is published; list prints them.")
+@click.option(
+    "--context",
+    "-c",
+    type=click.IntRange(min=1),
+    help=f"Tokens of a sequence. [default: {DEFAULT_CONTEXT}, or all the model was made for if less]",
+)
+@click.option(
+    "--batch", "-b", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once."
+)
+@click.option("--kv-dtype", default="f16", show_default=True, help="Number format of the KV cache.")
+@click.option("--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate.")
+@click.option("--device", "-d", help="Only this one: an index or a part of its name. [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    model: str | None,
+    shape: str | None,
+    context: int | None,
+    batch: int,
+    kv_dtype: str,
+    quantize: str | None,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Tell what MODEL, or a known shape, needs of a device's memory: weights, KV cache, activations; on which
+    of this machine's devices it fits, and with how long a context.
+
+    Nothing is loaded or allocated; what is told is what would be.
+    """
+    from xinfer_vk.engine.estimate import Estimator, fit, shape_source
+    from xinfer_vk.models.shapes import SHAPES
+    from xinfer_vk.reference import NUMPY_PROFILE
+    from xinfer_vk.vulkan.devices import choose_device, list_devices
+    from xinfer_vk.weights.hub import resolve_model
+    from xinfer_vk.weights.source import open_model
+
+    if (model is None) == (shape is None):
+        raise UsageError("give a model, or a known one with --shape NAME (--shape list prints them)")
+    if shape == "list":
+        return say("\n".join(SHAPES))
+    with ExitStack() as stack:
+        if model is None:
+            assert shape is not None
+            source = shape_source(shape)
+        else:
+            with ProgressBar() as progress:
+                source = stack.enter_context(open_model(resolve_model(model, progress)))
+        limit = source.config.max_position
+        context = min(DEFAULT_CONTEXT, limit) if context is None else context
+        if context > limit:
+            raise UsageError(
+                f"context {context} is more than the {limit} tokens that {source.name} was made for: use less"
+            )
+        try:
+            found = [d for d in list_devices() if not d.rejected] if device is None else []
+        except DeviceError:  # no Vulkan here: the figures are for the reference
+            found = []
+        chosen = choose_device(device, None if device else found).device if device or found else None
+        devices = found if device is None else [chosen] if chosen is not None else []
+        profile = NUMPY_PROFILE if chosen is None else chosen.profile(chosen.features)
+        figures = Estimator(source, profile, quantize).estimate(context, batch, kv_dtype)
+        fits = [fit(source, d, quantize, context, batch, kv_dtype) for d in devices]
+    asked = {"context": context, "batch": batch, "kv_dtype": kv_dtype, "quantize": quantize}
+    if as_json:
+        say_json(_record(source, profile.name, asked, figures, fits))
+    else:
+        _print(source, profile.name, asked, figures, fits)
+
+
+def _record(
+    source: ModelSource, device: str, asked: dict[str, Any], figures: Estimate, fits: list[Fit]
+) -> dict[str, Any]:
+    return {
+        "model": source.name,
+        "architecture": source.config.architecture,
+        **asked,
+        "device": device,
+        **asdict(figures),
+        "total_bytes": figures.total_bytes,
+        "devices": [
+            {
+                "index": f.device.index,
+                "name": f.device.name,
+                "free_bytes": f.free_bytes,
+                "total_bytes": f.total_bytes,
+                "fits": f.fits,
+                "largest_context": f.largest_context,
+            }
+            for f in fits
+        ],
+    }
+
+
+def _print(
+    source: ModelSource, device: str, asked: dict[str, Any], figures: Estimate, fits: list[Fit]
+) -> None:
+    from xinfer_vk.engine.metrics import format_bytes
+
+    c, f = source.config, figures
+    quantized = f", quantized to {asked['quantize']}" if asked["quantize"] else ""
+    batch = f"{asked['batch']} × {asked['context']} tokens"
+    say(f"{source.name} ({c.architecture}{quantized}), {batch}, on {device}")
+    value_bytes = f.kv_bytes / (2 * c.layers * c.kv_heads * c.head_dim * f.kv_tokens)
+    formula = (
+        f" = 2 · {c.layers} layers · {c.kv_heads} KV heads · {c.head_dim} head dim · {f.kv_tokens} tokens · "
+        f"{value_bytes:g} bytes"
+    )
+    for name, count, more in (
+        ("weights", f.weight_bytes, ""),
+        ("KV cache", f.kv_bytes, formula),
+        ("activations", f.activation_bytes, ""),
+        ("staging", f.staging_bytes, " for uploads"),
+        ("total", f.total_bytes, f", and {format_bytes(f.sampler_bytes)} once tokens are sampled"),
+    ):
+        if count:
+            say(f"  {name:<12} {format_bytes(count):>9}{more}")
+    if c.kv_heads < c.heads:
+        full = format_bytes(f.kv_full_heads_bytes)
+        saved = format_bytes(f.kv_full_heads_bytes - f.kv_bytes)
+        say(f"  {c.kv_heads} KV heads for {c.heads} query heads (GQA) save {saved} of {full} of full heads")
+    for one in fits:
+        verdict = "fits" if one.fits else "does not fit"
+        most = f"up to {one.largest_context} tokens do" if one.largest_context else "no context does"
+        say(f"  {one.device.name}: {verdict}, {most} ({format_bytes(one.free_bytes)} free)")

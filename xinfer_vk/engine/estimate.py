@@ -1,0 +1,191 @@
+"""What a model needs of a device's memory, told before anything is allocated.
+
+No size is worked out a second time here: the weights are declared, and the runner with its KV cache and
+activations is made, as for a run, on a runtime that counts what it is asked for and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xinfer_vk.engine.llm import PREFILL_CHUNK
+from xinfer_vk.engine.runner import ModelRunner, make_runner
+from xinfer_vk.errors import OutOfMemoryError
+from xinfer_vk.kernels.state import BLOCK_TOKENS
+from xinfer_vk.models.decoder import DecoderWeights
+from xinfer_vk.models.registry import family
+from xinfer_vk.models.shapes import shape_config
+from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, DeviceProfile
+from xinfer_vk.reference import NumpyRuntime
+from xinfer_vk.vulkan.devices import DeviceInfo, available_host_bytes
+from xinfer_vk.vulkan.transfers import STAGING_WORDS
+from xinfer_vk.weights.device import WeightPlanner
+from xinfer_vk.weights.quantize.choice import check_type, choose
+from xinfer_vk.weights.quantize.loading import quantized
+from xinfer_vk.weights.source import ModelSource
+from xinfer_vk.weights.tensors import TensorInfo
+
+SHAPE_FORMAT = "bf16"  # in which models are published
+
+
+class CountingRuntime(NumpyRuntime):
+    """Allocates nothing and knows how much it would have been, of each kind of buffer. Nothing can be run
+    on it."""
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        super().__init__(profile)
+        self.bytes = dict.fromkeys(BufferKind, 0)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
+        twins = 2 if kind is BufferKind.STATE and not self.profile.unified_memory else 1  # the host's copy
+        self.bytes[kind] += twins * words * WORD_BYTES
+        return Buffer(name, words, kind)
+
+    def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
+        """Nothing is kept."""
+
+
+class ShapePlanner(WeightPlanner):
+    """Declares the weights of a known shape, of which there is no file: in bf16, or as they become when
+    they are quantized to ``kind``."""
+
+    def __init__(self, source: ModelSource, profile: DeviceProfile, kind: str | None) -> None:
+        super().__init__(source, profile)
+        self._kind = kind
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        fmt = "f32" if len(shape) == 1 else SHAPE_FORMAT
+        if self._kind is not None:
+            tied = self.source.config.tie_word_embeddings
+            fmt = choose(self._kind, name, shape, tied=tied).fmt or fmt
+        return TensorInfo(name, shape, fmt, np.empty(0, np.uint8))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on a device. ``kv_tokens``: that the KV cache has room for, in whole blocks;
+    ``kv_full_heads_bytes``: of one with a key and a value for every query head. ``activation_bytes``: of a
+    step, with the rotary table, the step's state and the results; ``sampler_bytes``: more, once tokens are
+    sampled. ``staging_bytes``: what a discrete device's uploads go through."""
+
+    weight_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    kv_full_heads_bytes: int
+    activation_bytes: int
+    sampler_bytes: int
+    staging_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What is allocated for greedy decoding."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes + self.staging_bytes
+
+
+class Estimator:
+    """Estimates of one model on devices of one profile."""
+
+    def __init__(self, source: ModelSource, profile: DeviceProfile, quantize: str | None = None) -> None:
+        """``source`` without tensors: of a shape. Raises :class:`ModelError` for a tensor that is missing or
+        has another shape, and :class:`UsageError` for a model that is quantized already."""
+        self.profile, self.config = profile, source.config
+        if quantize is not None:
+            check_type(quantize)
+        if not source.tensors:
+            planner: WeightPlanner = ShapePlanner(source, profile, quantize)
+        else:
+            if quantize is not None:
+                source, _ = quantized(source, quantize)
+            planner = WeightPlanner(source, profile)
+        self.weights: DecoderWeights = family(self.config.architecture).load(planner, self.config)
+        self.weight_bytes = planner.total_bytes
+
+    def estimate(self, context: int, batch: int, kv_dtype: str) -> Estimate:
+        """For ``batch`` sequences of ``context`` tokens at once. Raises :class:`OutOfMemoryError` where the
+        device could not bind one layer's cache, :class:`UsageError` for an unknown ``kv_dtype``."""
+        runtime, runner = self._made(context, batch, kv_dtype)
+        kv, greedy = runtime.bytes[BufferKind.KV], runtime.allocated_bytes
+        _ = runner.sampler  # made when it is first asked for
+        return Estimate(
+            weight_bytes=self.weight_bytes,
+            kv_bytes=kv,
+            kv_tokens=runner.cache.allocator.count * BLOCK_TOKENS,
+            kv_full_heads_bytes=kv * self.config.heads // self.config.kv_heads,
+            activation_bytes=greedy - kv,
+            sampler_bytes=runtime.allocated_bytes - greedy,
+            staging_bytes=self._staging_bytes,
+        )
+
+    def largest_context(self, free_bytes: int, batch: int, kv_dtype: str) -> int:
+        """The most tokens, whole blocks of them, that ``batch`` sequences can have in ``free_bytes``; 0 if
+        not even a block fits."""
+
+        def fits(blocks: int) -> bool:
+            try:
+                runtime, _ = self._made(blocks * BLOCK_TOKENS, batch, kv_dtype)
+            except OutOfMemoryError:
+                return False
+            return self.weight_bytes + runtime.allocated_bytes + self._staging_bytes <= free_bytes
+
+        low, high = 0, max(1, self.config.max_position // BLOCK_TOKENS)
+        if fits(high):
+            return min(high * BLOCK_TOKENS, self.config.max_position)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low * BLOCK_TOKENS
+
+    @property
+    def _staging_bytes(self) -> int:
+        return 0 if self.profile.unified_memory else STAGING_WORDS * WORD_BYTES
+
+    def _made(self, context: int, batch: int, kv_dtype: str) -> tuple[CountingRuntime, ModelRunner]:
+        """A runner as a run would have it, and the runtime that counted it."""
+        runtime = CountingRuntime(self.profile)
+        runner = make_runner(
+            runtime, self.config, self.weights, kv_dtype, capacity=context, sequences=batch,
+            total=context * batch, max_tokens=PREFILL_CHUNK,
+        )  # fmt: skip
+        return runtime, runner
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A device of this machine: what it has free, and the longest context that fits (0: none)."""
+
+    device: DeviceInfo
+    free_bytes: int
+    total_bytes: int | None  # of the estimate there; None: it cannot be
+    largest_context: int
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes is not None and self.total_bytes <= self.free_bytes
+
+
+def fit(
+    source: ModelSource, device: DeviceInfo, quantize: str | None, context: int, batch: int, kv_dtype: str
+) -> Fit:
+    """Whether a model fits a device as it is now. Raises as :class:`Estimator` does."""
+    estimator = Estimator(source, device.profile(device.features), quantize)
+    free = device.heap_free_bytes(mapped=device.unified_memory)
+    if device.is_cpu and (available := available_host_bytes()) is not None:
+        free = min(free, available)
+    total = None
+    with contextlib.suppress(OutOfMemoryError):
+        total = estimator.estimate(context, batch, kv_dtype).total_bytes
+    return Fit(device, free, total, estimator.largest_context(free, batch, kv_dtype))
+
+
+def shape_source(name: str) -> ModelSource:
+    """A known shape as a model without tensors. Raises :class:`UsageError` for one that is not known."""
+    config, metadata = shape_config(name.lower())
+    return ModelSource(name.lower(), Path(name), "hf", {}, config, metadata, 0)
