@@ -13,12 +13,37 @@ from typing import Any
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import Fields, quoted
+from xinfer_vk.models.expert_config import (
+    GGUF_EXPERT_NEUTRAL,
+    HF_EXPERT_NEUTRAL,
+    ExpertConfig,
+    experts_from_gguf,
+    experts_from_hf,
+)
 from xinfer_vk.models.hf_families import HF_FAMILIES, HFFamily, hf_family, why_unsupported
 from xinfer_vk.models.rope_scaling import RopeScaling, rope_from_hf, rope_inv_freq, scaling_from_gguf
 
-__all__ = ["ModelConfig", "RopeScaling", "config_from_gguf", "config_from_hf", "rope_inv_freq"]
+__all__ = [
+    "ExpertConfig",
+    "ModelConfig",
+    "RopeScaling",
+    "config_from_gguf",
+    "config_from_hf",
+    "rope_inv_freq",
+]
 
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "smollm3", "granite", "olmo2", "phi3")
+GGUF_ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "gemma2",
+    "gemma3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "phi3",
+)
 
 # Sizes far beyond any model of these families: a number above is damage, and is refused before
 # anything is allocated for it.
@@ -35,6 +60,7 @@ NOPE_PERIOD = 4  # every fourth layer of a SmolLM3 has no RoPE
 # Keys that change the mathematics where some relative of these families sets them, with the value
 # that changes nothing.
 HF_NEUTRAL: dict[str, Any] = {
+    **HF_EXPERT_NEUTRAL,
     "attention_multiplier": None,
     "attn_logit_softcapping": None,
     "embedding_multiplier": 1.0,
@@ -54,13 +80,15 @@ HF_NEUTRAL: dict[str, Any] = {
 }
 # Those of GGUF_NEUTRAL that mean something in an architecture.
 GGUF_KEYS = {
-    "llama": ("attention.sliding_window",),  # Mistral
+    "llama": ("attention.sliding_window", "expert_count"),  # Mistral, Mixtral
+    "qwen3moe": ("expert_count",),
     "gemma2": ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
     "phi3": ("attention.sliding_window",),
     "granite": ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
 }
 GGUF_NEUTRAL: dict[str, Any] = {
+    **GGUF_EXPERT_NEUTRAL,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
     "attention.scale": None,
@@ -113,6 +141,11 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a block adds to the residual stream
     logit_scale: float = 1.0
+    experts: ExpertConfig | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts where others have an MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def residual_norm_eps(self) -> float:
@@ -200,6 +233,7 @@ def config_from_hf(
         embedding_scale=_embedding_scale(f, "embedding_multiplier", architecture, hidden),
         residual_scale=f.number("residual_multiplier", 1.0, low=1e-6, high=MAX_SCALE),
         logit_scale=1.0 / f.number("logits_scaling", 1.0, low=1e-6, high=MAX_SCALE),
+        experts=experts_from_hf(f, architecture, layers),
     )
 
 
@@ -278,6 +312,7 @@ def config_from_gguf(
         embedding_scale=_embedding_scale(f, f"{arch}.embedding_scale", arch, hidden),
         residual_scale=f.number(f"{arch}.residual_scale", 1.0, low=1e-6, high=MAX_SCALE),
         logit_scale=1.0 / f.number(f"{arch}.logit_scale", 1.0, low=1e-6, high=MAX_SCALE),
+        experts=experts_from_gguf(f, arch, names, layers),
     )
 
 
@@ -357,7 +392,7 @@ def _sliding_layers(f: Fields, family: HFFamily, layers: int) -> tuple[bool, ...
     """Which layers are of the type "sliding_attention", by the rule of each configuration class."""
     types = f.raw("layer_types", None)
     architecture = family.architecture
-    if architecture == "mistral":  # its class knows no layer types
+    if architecture in ("mistral", "mixtral", "qwen3moe"):  # their classes know no layer types
         return (True,) * layers
     if types is not None:
         known = ("full_attention", "sliding_attention")

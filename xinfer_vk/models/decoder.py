@@ -11,6 +11,7 @@ from typing import Any
 
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.models.experts import Experts, add_experts, load_experts
 from xinfer_vk.models.graph import Graph
 from xinfer_vk.weights.device import Matrix, WeightPlanner
 
@@ -29,6 +30,7 @@ class Layer:
     output: tuple[Matrix, ...]  # [hidden, heads * head_dim]
     gate_up: tuple[Matrix, ...]  # [2 * intermediate, hidden], rows interleaved when it is one matrix
     down: tuple[Matrix, ...]  # [hidden, intermediate]
+    experts: Experts | None = None  # instead of gate_up and down
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, norms: Mappin
             [(f"{name}.{part}", rows) for part, rows in parts.items()], cols, bias=bias, interleave=interleave
         )
 
+    experts = load_experts(planner, c, f"{name}.mlp") if c.has_experts(index) else None
     return Layer(
         norms={norm: planner.vector(f"{name}.{norm}.weight", size) for norm, size in norms.items()},
         qkv=stack(
@@ -71,13 +74,16 @@ def load_layer(planner: WeightPlanner, c: ModelConfig, index: int, norms: Mappin
             bias=c.attention_bias,
         ),
         output=stack({"self_attn.o_proj": c.hidden_size}, q_dim, bias=c.attention_output_bias),
-        gate_up=stack(
+        gate_up=()
+        if experts
+        else stack(
             {"mlp.gate_proj": c.intermediate_size, "mlp.up_proj": c.intermediate_size},
             c.hidden_size,
             bias=c.mlp_bias,
             interleave=True,
         ),
-        down=stack({"mlp.down_proj": c.hidden_size}, c.intermediate_size, bias=c.mlp_bias),
+        down=() if experts else stack({"mlp.down_proj": c.hidden_size}, c.intermediate_size, bias=c.mlp_bias),
+        experts=experts,
     )
 
 
@@ -122,9 +128,13 @@ def attend(g: Graph, index: int) -> None:
 
 
 def mlp_block(g: Graph, layer: Layer) -> None:
-    """``x += Wd · (act(Wg h) * Wu h)`` with ``h = RMSNorm(x)`` (Shazeer 2020, SwiGLU)."""
+    """``x += Wd · (act(Wg h) * Wu h)`` with ``h = RMSNorm(x)`` (Shazeer 2020, SwiGLU), or what the layer's
+    experts make of h."""
     c, act = g.config, g.act
     g.rms_norm(act.residual, layer.norms[MLP_NORM], act.normed, c.hidden_size)
+    if layer.experts is not None:
+        add_experts(g, layer.experts)
+        return
     g.gated_mlp_input(act.normed, layer.gate_up, act.hidden)
     g.linear(act.hidden, layer.down, act.residual, "add", "down")
 

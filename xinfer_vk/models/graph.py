@@ -16,15 +16,17 @@ from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
+from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.matmul import linear
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope
+from xinfer_vk.kernels.routing import Routing, combine, group, route, routing_words
 from xinfer_vk.kernels.softcap import softcap
 from xinfer_vk.kernels.swiglu import swiglu
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
-from xinfer_vk.weights.device import Matrix
+from xinfer_vk.weights.device import ExpertMatrix, Matrix
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,19 @@ class Activations:
         )
         most, widest = max(tokens, outputs), max(c.hidden_size, q_dim, c.intermediate_size)
         halves = halves_words(most, widest) if multiplies_halves(profile, most) else 0
+        e, dense = c.experts, tokens if c.experts is None or not all(c.experts.layers) else 0
+        pairs = 0 if e is None else tokens * e.per_token  # of a token and one of its experts
         sizes = {
             "residual": (tokens, c.hidden_size),  # x: the residual stream
             "normed": (tokens, c.hidden_size),  # RMSNorm(x), input of the projections
             "qkv": (tokens, q_dim + 2 * kv_dim),  # queries, keys, values side by side
             "attended": (tokens, q_dim),  # attention's output, all heads
-            "gate_up": (tokens, 2 * c.intermediate_size),  # only where gate and up cannot be fused
-            "hidden": (tokens, c.intermediate_size),  # act(gate) * up
+            "gate_up": (dense, 2 * c.intermediate_size),  # only where gate and up cannot be fused
+            "hidden": (dense, c.intermediate_size),  # act(gate) * up
+            "router": (tokens, e.count if e else 0),  # logits of the experts
+            "routing": (1, routing_words(tokens, e.per_token) if e else 0),  # what was chosen
+            "expert_hidden": (pairs, e.width if e else 0),  # silu(gate) * up
+            "expert_out": (pairs, c.hidden_size),  # of each expert
             "final": (outputs, c.hidden_size),  # RMSNorm(x) of the rows that want logits
             "logits": (outputs, c.vocab_size),
             "ordered": (most, ordered_width),  # a product's input in its matrix' order
@@ -101,6 +109,10 @@ class Activations:
         self.attended = rows_of["attended"]
         self.gate_up = rows_of["gate_up"]
         self.hidden = rows_of["hidden"]
+        self.router = rows_of["router"]
+        self.routing = rows_of["routing"].ref
+        self.expert_hidden = rows_of["expert_hidden"]
+        self.expert_out = rows_of["expert_out"]
         self.final = rows_of["final"]
         self.logits = rows_of["logits"]
         self.ordered = rows_of["ordered"]
@@ -228,6 +240,43 @@ class Graph:
             self.tokens,
             self.state,
             act,
+        )
+
+    def route(self, logits: Rows, products: Sequence[ExpertMatrix]) -> Routing:
+        """Which experts each row goes to, after the router's ``logits`` [T, experts], and with what weight;
+        listed for the ``products`` that follow."""
+        e, at = self.config.experts, self.act.routing
+        assert e is not None
+        tile = pairs_per_tile(
+            self.profile, [(w.fmt, w.cols) for w in products], self.tokens, e.count, e.per_token
+        )
+        routing = Routing(at.buffer, at.offset, self.tokens, e.count, e.per_token, tile)
+        self.steps += route(self.profile, logits.ref, logits.stride, routing, e.normalized, self.state)
+        self.steps += group(self.profile, routing, self.state)
+        return routing
+
+    def experts(
+        self,
+        routing: Routing,
+        x: Rows,
+        weights: ExpertMatrix,
+        out: Rows,
+        epilogue: str,
+        label: str,
+        *,
+        x_share: int = 1,
+    ) -> None:
+        """``out[pair] = x[pair / x_share] W_eᵀ`` with the expert e that the pair chose, and an epilogue of
+        :func:`xinfer_vk.kernels.matmul.linear`.  [T * per_token, out features]"""
+        self.steps += expert_linear(
+            self.profile, weights.fmt, weights.parts, weights.rows, weights.cols, routing, x.ref, x.stride,
+            x_share, out.ref, out.stride, epilogue, label,
+        )  # fmt: skip
+
+    def combine(self, routing: Routing, x: Rows, out: Rows) -> None:
+        """``out += `` the weighted sum of x over the pairs of each token  [T, hidden]"""
+        self.steps += combine(
+            self.profile, routing, x.ref, x.stride, out.ref, out.stride, self.config.hidden_size, self.state
         )
 
     def rope(self, x: Rows, heads: int, kind: str = "global") -> None:

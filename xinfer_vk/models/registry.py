@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Protocol
 
 from xinfer_vk.errors import ModelError
-from xinfer_vk.models import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from xinfer_vk.models import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3moe,
+    smollm3,
+)
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights
 from xinfer_vk.models.graph import Graph
@@ -26,10 +39,12 @@ FAMILIES: dict[str, Family] = {
     "granite": granite,
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "olmo2": olmo2,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
     "smollm3": smollm3,
 }
 

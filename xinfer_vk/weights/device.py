@@ -18,7 +18,8 @@ import numpy as np
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import quoted
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
-from xinfer_vk.kernels.layout import ROWS, row_words
+from xinfer_vk.kernels.experts import ExpertPart
+from xinfer_vk.kernels.layout import ROWS, matrix_words, row_words
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, DeviceProfile, Runtime
 from xinfer_vk.weights.formats import as_f32, pack_x8
 from xinfer_vk.weights.grouped import GroupedTensor
@@ -100,6 +101,34 @@ class Matrix:
         return tuple(Part(s.arena.uploaded(), s.offset, s.first_row, s.rows) for s in self.spans)
 
 
+@dataclass(frozen=True)
+class _ExpertSpan:
+    """Experts ``first .. first + count`` in an arena, before the arena has a buffer."""
+
+    arena: Arena
+    offset: int  # words
+    first: int
+    count: int
+
+
+@dataclass(eq=False)
+class ExpertMatrix:
+    """The matrix ``[rows, cols]`` of every expert of a layer, each packed as a :class:`Matrix` of one part,
+    ``words`` from one to the next. ``parts`` may be asked for after the upload."""
+
+    fmt: str
+    rows: int
+    cols: int
+    words: int
+    spans: tuple[_ExpertSpan, ...] = field(repr=False)
+
+    @property
+    def parts(self) -> tuple[ExpertPart, ...]:
+        return tuple(
+            ExpertPart(s.arena.uploaded(), s.offset, s.first, s.count, self.words) for s in self.spans
+        )
+
+
 class WeightPlanner:
     """Declares and uploads the weights of ``source``; every tensor of the file must be asked for."""
 
@@ -140,6 +169,36 @@ class WeightPlanner:
             at += len(members)
             self._matrices.append(matrix)
             out.append(matrix)
+        return tuple(out)
+
+    def experts(
+        self, name: str, count: int, parts: Sequence[tuple[str, int]], cols: int, *, interleave: bool = False
+    ) -> tuple[ExpertMatrix, ...]:
+        """Declare matrices of ``count`` experts that are multiplied by the same input, as few as their
+        formats allow: tensors ``name.<expert>.<part>.weight``, as :meth:`stack` has them for each expert.
+
+        Raises :class:`ModelError` for a tensor that is missing or has another shape, for formats that are
+        not alike in all experts, and for an expert that no buffer of the device holds.
+        """
+        tensors = [
+            [self._tensor(f"{name}.{expert}.{part}.weight", (rows, cols)) for part, rows in parts]
+            for expert in range(count)
+        ]
+        for alike in zip(*tensors):
+            _refuse_unlike(alike)
+        out = []
+        for fmt, run in groupby(range(len(parts)), key=lambda i: tensors[0][i].fmt):
+            members = tuple(run)
+            rows, whole = sum(parts[i][1] for i in members), len(members) == len(parts) > 1
+            words = ceil_div(matrix_words(fmt, rows, cols), ALIGN_WORDS) * ALIGN_WORDS
+            spans = tuple(self._place_experts(f"{name}.0.{parts[members[0]][0]}", count, words))
+            for span in spans:
+                for i in range(span.count):
+                    chosen = tuple(tensors[span.first + i][k] for k in members)
+                    matrix = Matrix(fmt, rows, cols, chosen, interleave and whole)
+                    matrix.spans = (_Span(span.arena, span.offset + i * words, 0, rows),)
+                    self._matrices.append(matrix)
+            out.append(ExpertMatrix(fmt, rows, cols, words, spans))
         return tuple(out)
 
     def vector(self, name: str, n: int, *, scale: float = 1.0) -> Ref:
@@ -256,13 +315,31 @@ class WeightPlanner:
         count = ceil_div(groups, per_arena)
         per_part = ceil_div(groups, count)
         for first in range(0, groups, per_part):
-            words = min(per_part, groups - first) * group_words
-            arena = next((a for a in self._arenas if a.room(self._limit_words) >= words), None)
-            if arena is None:
-                arena = Arena(f"weights {len(self._arenas)}")
-                self._arenas.append(arena)
+            arena, offset = self._reserve(min(per_part, groups - first) * group_words)
             rows = min(per_part * ROWS, matrix.rows - first * ROWS)
-            yield _Span(arena, arena.reserve(words), first * ROWS, rows)
+            yield _Span(arena, offset, first * ROWS, rows)
+
+    def _place_experts(self, name: str, count: int, words: int) -> Iterator[_ExpertSpan]:
+        """Find room for ``count`` experts of ``words`` each: together if they fit into an arena, else in
+        parts of equal size."""
+        per_arena = self._limit_words // words
+        if per_arena == 0:
+            raise ModelError(
+                f"{self.source.path}: the expert matrix {quoted(name)} takes {words * WORD_BYTES} bytes, a "
+                f"buffer of this device holds {self._limit_words * WORD_BYTES}"
+            )
+        per_part = ceil_div(count, ceil_div(count, per_arena))
+        for first in range(0, count, per_part):
+            here = min(per_part, count - first)
+            yield _ExpertSpan(*self._reserve(here * words), first, here)
+
+    def _reserve(self, words: int) -> tuple[Arena, int]:
+        """The first arena with room for ``words``, and where."""
+        arena = next((a for a in self._arenas if a.room(self._limit_words) >= words), None)
+        if arena is None:
+            arena = Arena(f"weights {len(self._arenas)}")
+            self._arenas.append(arena)
+        return arena, arena.reserve(words)
 
     def _write_all(self, runtime: Runtime) -> Iterator[int]:
         """Write everything; yields the words of each piece after it is written."""
@@ -289,6 +366,21 @@ class WeightPlanner:
                     yield packed.size
             for tensor in matrix.tensors:
                 tensor.release()
+
+
+def _refuse_unlike(tensors: Sequence[TensorInfo]) -> None:
+    """Experts are multiplied by one kernel and one input: in one format, their columns in its order."""
+    for tensor in tensors:
+        if tensor.fmt != tensors[0].fmt:
+            raise ModelError(
+                f"{tensor.where}: {quoted(tensor.name)} is {tensor.fmt} and {quoted(tensors[0].name)} is "
+                f"{tensors[0].fmt}: only experts of one format are supported"
+            )
+        if tensor.order is not None:
+            raise ModelError(
+                f"{tensor.where}: {quoted(tensor.name)} has its columns in an order of its own (desc_act), "
+                "which is not supported for experts"
+            )
 
 
 def _format_and_order(tensor: TensorInfo) -> tuple[str, bytes]:

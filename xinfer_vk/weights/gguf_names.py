@@ -33,6 +33,11 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -43,6 +48,8 @@ OTHER_LAYER_NAMES = {
 }
 HF_LAYER = re.compile(r"model\.layers\.([0-9]+)\.([a-z_.]+)\.(weight|bias)")
 LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
+# Files of 2023 and early 2024 have a tensor for each expert.
+EXPERT = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.ffn_(gate|up|down)\.(0|[1-9][0-9]{0,3})\.weight")
 
 
 def hf_name(name: str, architecture: str, where: str) -> tuple[str, str]:
@@ -51,6 +58,10 @@ def hf_name(name: str, architecture: str, where: str) -> tuple[str, str]:
     base, _, suffix = name.rpartition(".")
     if base in NAMES and suffix in ("weight", "bias"):
         return f"{NAMES[base]}.{suffix}", base
+    expert = EXPERT.fullmatch(name)
+    if expert is not None:
+        layer, kind, number = expert.groups()
+        return f"model.layers.{layer}.mlp.experts.{number}.{kind}_proj.weight", f"ffn_{kind}_exps"
     match = LAYER.fullmatch(name)
     names = _layer_names(architecture)
     if match is None or match[2] not in names:

@@ -1,7 +1,8 @@
 """Takes away how families differ in storing the same thing, so that model files need not know.
 
 Gemma stores the weight of a norm as the w of ``1 + w`` in Hugging Face's checkpoints (not in GGUF). Phi-3
-stores queries, keys and values, and gate and up, as one matrix each, in both.
+stores queries, keys and values, and gate and up, as one matrix each, in both. Experts: see
+:mod:`xinfer_vk.weights.expert_tensors`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import quoted
 from xinfer_vk.models.config import GEMMA, ModelConfig
+from xinfer_vk.weights.expert_tensors import one_by_one
 from xinfer_vk.weights.tensors import DerivedTensor, TensorInfo
 
 
@@ -43,6 +45,8 @@ def unify(tensors: Mapping[str, TensorInfo], config: ModelConfig, kind: str) -> 
         }
     if config.architecture == "phi3":
         return _split(tensors, config)
+    if config.experts is not None:
+        return one_by_one(tensors)
     return dict(tensors)
 
 
