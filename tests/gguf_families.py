@@ -2,13 +2,14 @@
 
 Tensor names come from the ``gguf`` package's own table, keys from its writer. What the converter does to
 values (``convert_hf_to_gguf.py``): queries and keys of Llama's relatives are permuted, Gemma's norms are
-stored as ``1 + w``, Phi's longrope factors become tensors.
+stored as ``1 + w``, experts are stacked, Phi's longrope factors become tensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.safetensors_file import read_safetensors
 
 # Hugging Face's model_type → GGUF's architecture, where they differ.
-ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
-PERMUTED = ("llama", "mistral", "smollm3", "granite")
+ARCHITECTURES = {
+    "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
+PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)(\.[a-z0-9_]+\.weight)")
 
 
 def write_gguf_of(folder: Path, path: Path) -> None:
@@ -33,8 +37,12 @@ def write_gguf_of(folder: Path, path: Path) -> None:
     writer = gguf.GGUFWriter(str(path), name)
     _add_keys(writer, family, config)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    stacks: dict[str, dict[int, np.ndarray]] = {}  # the experts' matrices by number
     for hf_name, tensor in read_safetensors(folder / "model.safetensors").items():
         values = as_f32(tensor.fmt, tensor.data).reshape(tensor.shape)
+        if expert := EXPERT.fullmatch(hf_name):
+            stacks.setdefault(expert[1] + expert[3], {})[int(expert[2])] = values
+            continue
         if family in PERMUTED and "q_proj" in hf_name:
             values = permute(values, config["num_attention_heads"])
         if family in PERMUTED and "k_proj" in hf_name:
@@ -42,6 +50,10 @@ def write_gguf_of(folder: Path, path: Path) -> None:
         if family.startswith("gemma") and hf_name.endswith("norm.weight"):
             values = values + 1
         writer.add_tensor(names.get_name(hf_name, (".weight", ".bias")), np.ascontiguousarray(values))
+    for hf_name, matrices in stacks.items():
+        writer.add_tensor(
+            names.get_name(hf_name, (".weight",)), np.stack([matrices[i] for i in sorted(matrices)])
+        )
     for kind in ("long", "short"):
         factors = rope_of(config).get(f"{kind}_factor")
         if factors:
@@ -85,6 +97,12 @@ def _add_keys(writer: Any, family: str, config: dict[str, Any]) -> None:
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
     kind = rope["rope_type"]
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))

@@ -28,6 +28,7 @@ FAMILIES = sorted(p.name for p in FOLDER.iterdir())
 NOT_IN_GGUF = {
     "qwen2-window-from-layer-1": "windows of Qwen2",
     "llama-dynamic": "dynamic scaling",
+    "qwen3moe-every-second-layer": "MLPs of Qwen3-MoE",
 }
 CHUNK, STEPS = 32, 7  # of the prompt, and tokens at its end that are decoded one by one
 

@@ -267,7 +267,7 @@ class Product:
             for pair, row in enumerate(self.before()):
                 rt.write(y.buffer, y.offset + pair * y_stride, row.view(np.uint32))
         return steps + expert_linear(
-            profile, self.fmt, parts, self.rows, self.cols, routing, x, x_stride, self.share, y, y_stride,
+            profile, self.fmt, parts, self.rows, self.cols, routing, x, x_stride, self.shared_x, y, y_stride,
             self.epilogue,
         )  # fmt: skip
 
@@ -357,7 +357,7 @@ def test_products_refuse_what_they_cannot_compute(numpy_runtime: NumpyRuntime) -
     routing = Routing(Buffer("r", 100, BufferKind.SCRATCH), 0, 1, 2, 1, 1)
     part, at = ExpertPart(routing.buffer, 2, 0, 2, 64), Ref(routing.buffer)
     with pytest.raises(ValueError, match="word 2"):
-        expert_linear(NUMPY_PROFILE, "f32", [part], 8, 8, routing, at, 8, 1, at, 8, "store")
+        expert_linear(NUMPY_PROFILE, "f32", [part], 8, 8, routing, at, 8, True, at, 8, "store")
 
 
 def test_a_tile_holds_twice_an_experts_mean() -> None:

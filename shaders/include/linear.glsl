@@ -26,9 +26,10 @@ layout(push_constant) uniform Push {
     uint expert_words; // EXPERTS: words from an expert's weights to the next one's
     uint first_expert; // EXPERTS: the first of this part
     uint experts;      // EXPERTS: how many are in this part
-    uint x_share;      // EXPERTS: rows of y that are made of one row of x
+    uint per_token;    // EXPERTS: pairs of a token
+    uint x_of_tokens;  // EXPERTS: 1: x has a row a token, 0: one a pair
 } p;
-layout(constant_id = 3) const uint EXPERTS = 0u; // 1: W is chosen for every tile of rows, see rows.glsl
+layout(constant_id = 3) const uint EXPERTS = 0u; // of a mixture; 0: plain products. See rows.glsl
 
 const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
 

@@ -1,7 +1,7 @@
 // Which rows of x a workgroup multiplies, by which weights, and which rows of y that gives.
 //
 // Plain products: rows t0 .. used - 1 of x and y, at most TOKENS of them, all by the same W.
-// EXPERTS (mixture of experts; group_experts.comp makes the lists): row t of y is a pair (token, slot),
+// With EXPERTS (group_experts.comp or route_experts.comp makes the lists) row t of y is a pair (token, slot),
 // and a workgroup takes a tile, pairs that chose one expert. State is the routing buffer; from count_at on:
 //   [0]              tiles in use
 //   [1 + 3i ..]      tile i: its expert; where its list begins, and ends, in words of the buffer
@@ -24,6 +24,8 @@ Tile find_tile() {
     return Tile(0u, 0u, p.w_offset);
 }
 
-uint x_row(uint t) { return EXPERTS == 0u ? t : state[t] / p.x_share; }
+uint x_row(uint t) {
+    return EXPERTS == 0u ? t : p.x_of_tokens != 0u ? state[t] / p.per_token : state[t];
+}
 
 uint y_row(uint t) { return EXPERTS == 0u ? t : state[t]; }

@@ -1,5 +1,6 @@
 """What a step must read and compute at least: weights and cached keys and values once, however often a
-kernel really reads them. ``bench`` divides these by times; activations, which caches hold, are not counted.
+kernel really reads them; of a mixture those experts that the tokens choose if they choose evenly. ``bench``
+divides these by times; activations, which caches hold, are not counted.
 """
 
 from __future__ import annotations
@@ -58,9 +59,14 @@ def step_cost(step: Step, batch: Batch) -> Cost:
     names = kernel.name.split(".")
     if "w" in kernel.bindings and hasattr(p, "epilogue"):
         fmt = next(name for name in names if name in FORMATS)
-        rows_in = batch.outputs if step.label == "head" else batch.tokens
+        rows_in = float(batch.outputs if step.label == "head" else batch.tokens)
+        matrices = 1.0
+        if experts := dict(kernel.spec)["experts"]:
+            unused = (1 - p.per_token / experts) ** batch.tokens  # the share that no token chooses
+            matrices, rows_in = p.experts * (1 - unused), rows_in * p.per_token * p.experts / experts
         return Cost(
-            weight_bytes=p.rows * row_words(fmt, p.cols) * WORD_BYTES, flops=2 * p.rows * p.cols * rows_in
+            weight_bytes=round(matrices * p.rows * row_words(fmt, p.cols) * WORD_BYTES),
+            flops=round(2 * p.rows * p.cols * rows_in),
         )
     if "attention" in names:
         head_dim, group = (dict(kernel.spec)[name] for name in ("head_dim", "group"))

@@ -1,4 +1,4 @@
-"""Matrix products with the experts of a mixture: ``y[pair] = W[expert of pair] x[pair // x_share]``.
+"""Matrix products with the experts of a mixture: ``y[pair] = W[expert of pair] x[pair or its token]``.
 
 The shaders of :mod:`xinfer_vk.kernels.matmul`, with the specialization constant that makes a workgroup
 take its rows, and its expert, from the lists of :mod:`xinfer_vk.kernels.routing`. So the weights of an
@@ -54,15 +54,15 @@ def expert_linear(
     routing: Routing,
     x: Ref,
     x_stride: int,
-    x_share: int,
+    x_of_tokens: bool,
     y: Ref,
     y_stride: int,
     epilogue: str,
     label: str = "experts",
 ) -> list[Step]:
-    """Steps that compute ``y[pair] = W_e x[pair // x_share]``, ``e`` being the expert that the pair chose,
-    for all pairs in use of ``routing``; ``W_e``: [rows, cols]. ``x_share`` is ``per_token`` where x has a
-    row a token, 1 where it has one a pair. ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`.
+    """Steps that compute ``y[pair] = W_e x[row]``, ``e`` being the expert that the pair chose, for all
+    pairs in use of ``routing``; ``W_e``: [rows, cols]. The row is the pair's token with ``x_of_tokens``,
+    else the pair. ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`.
     One step a part; none waits for another.
 
     Raises ``ValueError`` for an epilogue or format that does not exist, and for experts that do not begin
@@ -74,7 +74,7 @@ def expert_linear(
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
     plain, tile_rows, tile_pairs = choose(profile, fmt, cols, routing.tile, aligned)
     assert tile_pairs >= routing.tile, f"{plain.name} takes {tile_pairs} of {routing.tile} pairs"
-    kernel = _with_experts(plain, fmt)
+    kernel = _with_experts(plain, fmt, routing.experts)
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.words % 4:
@@ -85,7 +85,8 @@ def expert_linear(
             "w_offset": part.offset, "rows": rows, "cols": cols, "first_row": 0, "x_offset": x.offset,
             "x_stride": x_stride, "y_offset": y.offset, "y_stride": y_stride, "bias_offset": 0, "has_bias": 0,
             "epilogue": EPILOGUES.index(epilogue), "count_at": routing.tiles, "expert_words": part.words,
-            "first_expert": part.first, "experts": part.count, "x_share": x_share,
+            "first_expert": part.first, "experts": part.count, "per_token": routing.per_token,
+            "x_of_tokens": int(x_of_tokens),
         }  # fmt: skip
         lists = routing.buffer
         buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": lists, "bias": lists}
@@ -95,8 +96,8 @@ def expert_linear(
 
 
 @cache
-def _with_experts(plain: Kernel, fmt: str) -> Kernel:
-    spec = tuple((name, 1 if name == "experts" else value) for name, value in plain.spec)
+def _with_experts(plain: Kernel, fmt: str, count: int) -> Kernel:
+    spec = tuple((name, count if name == "experts" else value) for name, value in plain.spec)
     return replace(plain, name=f"{plain.name}.experts", spec=spec, oracle=_oracle(fmt))
 
 
@@ -115,7 +116,8 @@ def _oracle(fmt: str) -> Callable[[OracleCall], None]:
 
             weights = call.cached(("w", fmt, start, p.rows, p.cols), dense)  # [rows, cols]
             pairs = routing[first:end].astype(np.int64)[:, None]
-            x_at = p.x_offset + pairs // p.x_share * p.x_stride + np.arange(p.cols)
+            x_row = pairs // p.per_token if p.x_of_tokens else pairs
+            x_at = p.x_offset + x_row * p.x_stride + np.arange(p.cols)
             y_at = p.y_offset + pairs * p.y_stride + np.arange(p.rows // 2 if swiglu else p.rows)
             y[y_at] = apply_epilogue(p.epilogue, call.f32("x")[x_at] @ weights.T, y[y_at])
 

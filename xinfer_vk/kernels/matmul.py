@@ -40,9 +40,9 @@ BINDINGS = ("w", "x", "y", "state", "bias")
 PARAMS = (
     "w_offset:u", "rows:u", "cols:u", "first_row:u", "x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u",
     "bias_offset:u", "has_bias:u", "epilogue:u", "count_at:u", "expert_words:u", "first_expert:u",
-    "experts:u", "x_share:u",
+    "experts:u", "per_token:u", "x_of_tokens:u",
 )  # fmt: skip
-NO_EXPERTS = {"expert_words": 0, "first_expert": 0, "experts": 0, "x_share": 1}
+NO_EXPERTS = {"expert_words": 0, "first_expert": 0, "experts": 0, "per_token": 1, "x_of_tokens": 0}
 
 # matmul_simd: 8 lanes hold 32 rows.
 SIMD_LANES, SIMD_ROWS, SIMD_TOKENS = 8, 32, 8

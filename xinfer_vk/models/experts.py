@@ -44,12 +44,12 @@ def add_experts(g: Graph, w: Experts) -> None:
     act, normed = g.act, g.act.normed
     g.linear(normed, w.router, act.router, label="router")
     routing = g.route(act.router, (*w.gate_up, *w.down))
-    hidden, share = act.expert_hidden, routing.per_token  # a row of h serves as many pairs
+    hidden = act.expert_hidden
     if len(w.gate_up) == 1:
-        g.experts(routing, normed, w.gate_up[0], hidden, "swiglu", "expert gate_up", x_share=share)
+        g.experts(routing, normed, w.gate_up[0], hidden, "swiglu", "expert gate_up", x_of_tokens=True)
     else:
         gate, up = w.gate_up
-        g.experts(routing, normed, gate, hidden, "store", "expert gate", x_share=share)
-        g.experts(routing, normed, up, hidden, "gated", "expert up", x_share=share)
+        g.experts(routing, normed, gate, hidden, "store", "expert gate", x_of_tokens=True)
+        g.experts(routing, normed, up, hidden, "gated", "expert up", x_of_tokens=True)
     g.experts(routing, hidden, w.down[0], act.expert_out, "store", "expert down")
     g.combine(routing, act.expert_out, act.residual)

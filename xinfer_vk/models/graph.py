@@ -264,13 +264,13 @@ class Graph:
         epilogue: str,
         label: str,
         *,
-        x_share: int = 1,
+        x_of_tokens: bool = False,
     ) -> None:
-        """``out[pair] = x[pair / x_share] W_eᵀ`` with the expert e that the pair chose, and an epilogue of
-        :func:`xinfer_vk.kernels.matmul.linear`.  [T * per_token, out features]"""
+        """``out[pair] = x[pair] W_eᵀ``, or x of the pair's token, with the expert e that the pair chose;
+        ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`.  [T * per_token, out features]"""
         self.steps += expert_linear(
             self.profile, weights.fmt, weights.parts, weights.rows, weights.cols, routing, x.ref, x.stride,
-            x_share, out.ref, out.stride, epilogue, label,
+            x_of_tokens, out.ref, out.stride, epilogue, label,
         )  # fmt: skip
 
     def combine(self, routing: Routing, x: Rows, out: Rows) -> None:

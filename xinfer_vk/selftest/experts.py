@@ -104,7 +104,7 @@ def _experts(fmt: str, used: int, tokens: int, wanted: int, epilogue: str) -> Bu
         width = rows // 2 if epilogue == "swiglu" else rows
         y = bench.buffer("y", 1 + tokens * per_token * (width + 2))
         return steps + expert_linear(
-            bench.profile, fmt, parts, rows, cols, routing, Ref(bench.filled("x", x)), cols + 4, per_token,
+            bench.profile, fmt, parts, rows, cols, routing, Ref(bench.filled("x", x)), cols + 4, True,
             Ref(y, 1), width + 2, epilogue,
         )  # fmt: skip
 
