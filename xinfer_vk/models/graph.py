@@ -15,8 +15,8 @@ from xinfer_vk.kernels.attention import attention, partial_words
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
-from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
+from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.matmul import linear
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
