@@ -129,6 +129,7 @@ def test_a_bench_runs_what_a_test_says(runtime, tiny, fmt):
     assert (pp.tokens, tg.tokens, short.tokens) == (80, 12, 5)
     assert (len(pp.run_s), len(pp.step_s), pp.steps) == (2, 2, 2)  # 64 tokens, then 16
     assert (len(tg.run_s), len(tg.step_s), tg.steps) == (2, 8, 4)
+    assert 0 < tg.device_s < max(tg.run_s) and 0 < tg.host_step_s < min(tg.step_s) + 0.01
     assert tg.bytes_read == 4 * 12 and pp.bytes_read == 8
     assert tg.dispatches > 4 * 20 and tg.submits == 4
     # all weights but the embedding, of which a row is looked up

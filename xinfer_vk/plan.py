@@ -170,9 +170,12 @@ class Plan:
 class Recorded(Protocol):
     """A plan made ready by a runtime. ``run`` returns when the device has finished.
 
-    ``longest_step_s``: the longest time in the last run of a step that was submitted by itself because it
-    takes so long; 0 if there was none.
+    ``seconds``: of the last run, from the first submit to the end of the last. ``longest_step_s``: the
+    longest time in it of a step that was submitted by itself because it takes so long; 0 if there was none.
     """
+
+    @property
+    def seconds(self) -> float: ...
 
     @property
     def longest_step_s(self) -> float: ...

@@ -103,13 +103,17 @@ class RecordedOracles:
 
     def __init__(self, runtime: NumpyRuntime, plan: Plan) -> None:
         self._runtime, self._steps = runtime, plan.steps
-        self._ends_ns: list[int] = []  # of the last run: its start, then the end of each step
+        self._ends_ns: list[int] = [0]  # of the last run: its start, then the end of each step
 
     def run(self) -> None:
         self._ends_ns = [time.perf_counter_ns()]
         for step in self._steps:
             self._runtime.run_step(step)
             self._ends_ns.append(time.perf_counter_ns())
+
+    @property
+    def seconds(self) -> float:
+        return (self._ends_ns[-1] - self._ends_ns[0]) / 1e9
 
     def times_ns(self) -> np.ndarray:
         return np.diff(self._ends_ns).astype(np.float64)

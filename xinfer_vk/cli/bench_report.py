@@ -127,6 +127,7 @@ def as_record(
         "dispatches_per_step": m.dispatches / m.steps,
         "barriers_per_step": m.barriers / m.steps,
         "submits_per_step": m.submits / m.steps,
+        "host_s_per_step": m.host_step_s,
         "bytes_read_per_token": m.bytes_read / m.tokens,
         "read_per_step_bytes": m.cost.bytes / steps,
         "weight_bytes": subject.weight_bytes,
@@ -214,7 +215,7 @@ def _field(value: Any) -> Any:
 
 COLUMNS = (
     "model", "KV", "test", "tok/s", "range", "TTFT or TPOT", "GB/s", "of copy", "GFLOP/s", "of FMA",
-    "dispatches", "barriers",
+    "dispatches", "barriers", "host µs",
 )  # fmt: skip
 
 
@@ -298,6 +299,7 @@ def cells(r: Mapping[str, Any]) -> list[str]:
         f"{100 * r['flops_share']:.0f} %",
         f"{r['dispatches_per_step']:.0f}",
         f"{r['barriers_per_step']:.0f}",
+        f"{r['host_s_per_step'] * 1e6:.0f}",
     ]
 
 

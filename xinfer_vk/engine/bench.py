@@ -184,7 +184,13 @@ class Measurement:
     barriers: int
     submits: int
     bytes_read: int
+    device_s: float  # of one repetition, from submits to their ends
     kv_bytes: int
+
+    @property
+    def host_step_s(self) -> float:
+        """What a step takes besides waiting for the device: a mean."""
+        return max(0.0, sum(self.run_s) / len(self.run_s) - self.device_s) / self.steps
 
     @property
     def tokens(self) -> int:
@@ -255,15 +261,16 @@ class Bench:
             if test.depth:
                 self._prefill(sequences, test.depth)
             runs: list[list[float]] = []
-            before = self._counts()
+            before, device_s = self._counts(), self.runner.device_s
             for repeat in range(warm_up + repeats):
                 for sequence in sequences:
                     cache.truncate(sequence, test.depth)
                 if repeat == warm_up:
                     runs.clear()
-                    before = self._counts()
+                    before, device_s = self._counts(), self.runner.device_s
                 self._cost = Cost()
                 runs.append(self._run(test, sequences))
+            device_s = (self.runner.device_s - device_s) / repeats
             counts = [(now - then) // repeats for now, then in zip(self._counts(), before)]
         finally:
             for sequence in sequences:
@@ -273,7 +280,7 @@ class Bench:
         steps = tuple(times) if test.kind == "pp" else tuple(s for run in runs for s in run)
         return Measurement(
             test, tuple(times), steps, len(runs[0]), self._cost, dispatches, barriers, submits, bytes_read,
-            cache.bytes,
+            device_s, cache.bytes,
         )  # fmt: skip
 
     def profile(self, test: Workload, repeats: int) -> Profile:

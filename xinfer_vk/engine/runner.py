@@ -77,6 +77,7 @@ class ModelRunner:
         self.prefill_tokens = self.max_tokens  # of a step; fewer where the device is slow
         self.steps_run = 0
         self.last_plan: Plan | None = None  # of the step run last
+        self.device_s = 0.0  # from submits to their ends, so far; what else a step takes is the host's
         self.bytes_read = 0
         self.compile_s = 0.0  # spent on making pipelines and recording plans
         self._plans: dict[tuple[int, int, Head], tuple[Recorded, Plan]] = {}
@@ -132,6 +133,7 @@ class ModelRunner:
         total = sum(len(chunk.token_ids) for chunk in chunks)
         recorded, self.last_plan = self._plan(bucket(total), bucket(rows), head)
         recorded.run()
+        self.device_s += recorded.seconds
         if recorded.longest_step_s > LONG_STEP_S and total > FEWEST_PREFILL_TOKENS:
             self.prefill_tokens = min(self.prefill_tokens, bucket(total) // 2)
         for chunk in chunks:

@@ -185,6 +185,11 @@ class RecordedPlan:
         counts.submits += len(self._sequences)
 
     @property
+    def seconds(self) -> float:
+        """Of the last run, from the first submit to the end of the last."""
+        return sum(self._seconds[-1]) if self._seconds else 0.0
+
+    @property
     def longest_step_s(self) -> float:
         """Of the last run, where it was measured: steps that have a submit of their own."""
         spans = zip(self._ranges, self._seconds[-1] if self._seconds else ())
