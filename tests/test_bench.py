@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from xinfer_vk.kernels.synthetic import PATTERNS, fill_weights
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.models import shapes
 from xinfer_vk.plan import BufferKind, Plan
-from xinfer_vk.reference import NumpyRuntime
+from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
+from xinfer_vk.vulkan.layer import FEATURES
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 96, "intermediate_size": 160,
@@ -74,7 +76,15 @@ def test_every_shape_is_a_model_that_we_run():
 
 @pytest.mark.parametrize(
     ("shape", "fmt", "billions"),
-    [("qwen2.5-0.5b", "f16", 0.494), ("llama-3.1-8b", "f16", 8.03), ("smollm2-135m", "f32", 0.1345)],
+    [
+        ("qwen2.5-0.5b", "f16", 0.494), ("qwen2.5-1.5b", "f16", 1.544), ("qwen2.5-3b", "f16", 3.086),
+        ("qwen2.5-7b", "f16", 7.616), ("llama-3.2-1b", "f16", 1.236), ("llama-3.2-3b", "f16", 3.213),
+        ("llama-3.1-8b", "f16", 8.030), ("llama-2-7b", "f16", 6.738), ("tinyllama-1.1b", "f16", 1.100),
+        ("smollm2-135m", "f32", 0.1345), ("smollm2-360m", "f16", 0.3618), ("smollm2-1.7b", "f16", 1.711),
+        ("qwen3-0.6b", "f16", 0.5961), ("qwen3-8b", "f16", 8.191), ("gemma-3-270m", "f16", 0.2681),
+        ("gemma-3-1b", "f16", 0.9999), ("mistral-7b", "f16", 7.248), ("qwen2.5-14b", "f16", 14.77),
+        ("qwen2.5-32b", "f16", 32.76), ("qwen3-1.7b", "f16", 1.721), ("qwen3-4b", "f16", 4.022),
+    ],
 )
 def test_a_synthetic_model_has_as_many_weights_as_the_real_one(shape, fmt, billions):
     from xinfer_vk.models.registry import family
@@ -82,6 +92,7 @@ def test_a_synthetic_model_has_as_many_weights_as_the_real_one(shape, fmt, billi
 
     source, _ = open_synthetic(f"{shape}:{fmt}")
     planner = SyntheticPlanner(source, NumpyRuntime().profile, fmt)
+    assert shape in shapes.SHAPES
     family(source.config.architecture).load(planner, source.config)
     assert planner.total_bytes / (4 if fmt == "f32" else 2) / 1e9 == pytest.approx(billions, rel=2e-3)
 
@@ -169,6 +180,26 @@ def test_costs_are_those_of_the_textbook(tiny):
     layer = 96 * (96 + 2 * 32) + 96 * 96 + 3 * 96 * 160
     attention = sum(4 * 6 * 16 * seen for seen in range(1, 8))
     assert cost.flops == 2 * 7 * 2 * layer + 2 * 301 * 96 + 2 * attention
+
+
+def test_a_window_bounds_what_attention_costs():
+    batch = Batch(6, 2, [(10, 4), (3, 2)])
+    assert batch.seen(100) == 7 + 8 + 9 + 10 + 2 + 3 and batch.read(100) == 13
+    assert batch.seen(4) == 4 * 4 + 2 + 3 and batch.read(4) == 7 + 3
+
+
+GPU = replace(
+    NUMPY_PROFILE, simd=False, subgroup_size=32, features=frozenset(FEATURES) | {"subgroup_arithmetic"}
+)
+
+
+def test_costs_do_not_depend_on_the_kernels_that_a_device_takes(tiny):
+    costs = []
+    for profile in (NUMPY_PROFILE, GPU):
+        subject = load_subject(NumpyRuntime(profile), "tiny:q8_0", synthetic=True)
+        bench = Bench(subject, [Workload("pp", 99)], "f16")
+        costs.append([bench.measure(t, 1, 0).cost for t in (Workload("pp", 99), Workload("tg", 2, 5))])
+    assert costs[0] == costs[1]
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.layout import FORMATS, row_words
+from xinfer_vk.kernels.matmul import COUNTS
 from xinfer_vk.plan import WORD_BYTES, Plan, Step
 
 
@@ -43,10 +44,13 @@ class Batch:
     outputs: int
     contexts: Sequence[tuple[int, int]]
 
-    @property
-    def seen(self) -> int:
-        """Positions that are attended to, over all rows."""
-        return sum(new * total - new * (new - 1) // 2 for total, new in self.contexts)
+    def seen(self, window: int) -> int:
+        """Positions that rows attend to, the last ``window`` at most, over all rows."""
+        return sum(min(p + 1, window) for total, new in self.contexts for p in range(total - new, total))
+
+    def read(self, window: int) -> int:
+        """Positions whose keys and values must be read, each once for the rows of its sequence."""
+        return sum(min(total, new - 1 + window) for total, new in self.contexts)
 
 
 def plan_cost(plan: Plan, batch: Batch) -> Cost:
@@ -59,11 +63,12 @@ def step_cost(step: Step, batch: Batch) -> Cost:
     names = kernel.name.split(".")
     if "w" in kernel.bindings and hasattr(p, "epilogue"):
         fmt = next(name for name in names if name in FORMATS)
-        rows_in = float(batch.outputs if step.label == "head" else batch.tokens)
+        rows_in = float(batch.outputs if p.count_at == COUNTS["outputs"] else batch.tokens)
         matrices = 1.0
         if experts := dict(kernel.spec)["experts"]:
             unused = (1 - p.per_token / experts) ** batch.tokens  # the share that no token chooses
-            matrices, rows_in = p.experts * (1 - unused), rows_in * p.per_token * p.experts / experts
+            matrices, rows_in = p.experts * (1 - unused), float(batch.tokens)
+            rows_in *= p.per_token * p.experts / experts
         return Cost(
             weight_bytes=round(matrices * p.rows * row_words(fmt, p.cols) * WORD_BYTES),
             flops=round(2 * p.rows * p.cols * rows_in),
@@ -73,7 +78,7 @@ def step_cost(step: Step, batch: Batch) -> Cost:
         dtype = names[1]
         per_token = 2 * p.kv_heads * vector_words(dtype, head_dim) * WORD_BYTES
         return Cost(
-            kv_bytes=per_token * sum(total for total, _ in batch.contexts),
-            flops=4 * p.kv_heads * group * head_dim * batch.seen,
+            kv_bytes=per_token * batch.read(p.window),
+            flops=4 * p.kv_heads * group * head_dim * batch.seen(p.window),
         )
     return Cost()

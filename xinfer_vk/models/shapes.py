@@ -28,7 +28,7 @@ def _model(
         "max_position_embeddings": context,
         "rope_theta": theta,
         "rms_norm_eps": eps,
-        "hidden_act": "silu",
+        **({} if "hidden_activation" in more else {"hidden_act": "silu"}),
         **more,
     }
 
@@ -65,6 +65,25 @@ def _llama3(
     )  # fmt: skip
 
 
+def _qwen3(
+    hidden: int, mlp: int, layers: int, heads: int, *, tied: bool, vocab: int = 151936
+) -> dict[str, Any]:
+    return _model(
+        "Qwen3ForCausalLM", hidden, mlp, layers, heads, 8, vocab, tied=tied, context=40960, theta=1e6,
+        eps=1e-6, head_dim=128, eos_token_id=151645,
+    )  # fmt: skip
+
+
+def _gemma3(hidden: int, mlp: int, layers: int) -> dict[str, Any]:
+    """One layer in six attends to everything, the others to a window of 512."""
+    kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
+    return _model(
+        "Gemma3ForCausalLM", hidden, mlp, layers, 4, 1, 262144, tied=True, context=32768, theta=1e6, eps=1e-6,
+        head_dim=256, hidden_activation="gelu_pytorch_tanh", sliding_window=512, layer_types=kinds,
+        query_pre_attn_scalar=256, rope_local_base_freq=1e4, bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+
+
 def _llama2(
     hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, context: int = 4096
 ) -> dict[str, Any]:
@@ -87,9 +106,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 64, tied=True, factor=32.0),  # meta-llama/Llama-3.2-1B
     "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 128, tied=True, factor=32.0),  # meta-llama/Llama-3.2-3B
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 128, tied=False, factor=8.0),  # meta-llama/Llama-3.1-8B
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),  # Qwen/Qwen3-0.6B, and so on
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+    "gemma-3-270m": _gemma3(640, 2048, 18),  # google/gemma-3-270m-it
+    "gemma-3-1b": _gemma3(1152, 6912, 26),  # google/gemma-3-1b-it
+    "mistral-7b": _model(  # mistralai/Mistral-7B-Instruct-v0.3
+        "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32768, tied=False, context=32768, theta=1e6, eps=1e-5,
+        sliding_window=None, bos_token_id=1, eos_token_id=2,
+    ),
     "llama-2-7b": _llama2(4096, 11008, 32, 32, 32),  # meta-llama/Llama-2-7b-hf
     "tinyllama-1.1b": _llama2(2048, 5632, 22, 32, 4, context=2048),  # TinyLlama/TinyLlama-1.1B-Chat-v1.0
-}
+}  # fmt: skip
 
 
 def shape_config(name: str) -> tuple[ModelConfig, dict[str, Any]]:
