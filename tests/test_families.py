@@ -12,15 +12,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from gguf_families import write_gguf_of
+from model_files import random_tensors, tiny_config, write_hf_model
 from test_logits import TOLERANCE, Loaded, worst
 
 from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import Chunk
 from xinfer_vk.engine.scheduler import Scheduler
+from xinfer_vk.errors import ModelError
 from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.rules import BannedWords
 from xinfer_vk.text.stream import StreamDecoder
+from xinfer_vk.weights.source import open_model
 
 FOLDER = Path(__file__).parent / "fixtures" / "models" / "families"
 FAMILIES = sorted(p.name for p in FOLDER.iterdir())
@@ -29,6 +32,7 @@ NOT_IN_GGUF = {
     "qwen2-window-from-layer-1": "windows of Qwen2",
     "llama-dynamic": "dynamic scaling",
     "qwen3moe-every-second-layer": "MLPs of Qwen3-MoE",
+    "gemma3-multimodal": "towers: its file has the text model alone",
 }
 CHUNK, STEPS = 32, 7  # of the prompt, and tokens at its end that are decoded one by one
 
@@ -136,3 +140,62 @@ def test_cached_keys_are_used_again_only_where_they_are_rotated_alike() -> None:
     assert worst(out[0], want[9]) <= TOLERANCE  # with the long factors, as all 75 tokens were run
     child = cache.fork(sequence, 10)
     assert child.rope_key == sequence.rope_key
+
+
+# -- multimodal checkpoints ----------------------------------------------------------------------------
+
+
+def test_the_text_model_of_a_multimodal_checkpoint_is_said_to_be_all() -> None:
+    with open_model(FOLDER / "gemma3-multimodal") as source:
+        assert source.notices == (
+            "gemma3-multimodal: only the text model is used; 34 tensors of multi_modal_projector, "
+            "vision_tower are left out",
+        )
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_both_ways_to_name_a_text_model_in_a_multimodal_checkpoint(tmp_path: Path, shards: int) -> None:
+    text = tiny_config("llama", model_type=None)
+    tensors = random_tensors(text)
+    wrapped = {f"language_model.{name}": values for name, values in tensors.items()}
+    wrapped["vision_tower.patch_embedding.weight"] = np.zeros((3, 4), np.float32)
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": text,
+        "eos_token_id": [7, 2],
+    }
+    write_hf_model(tmp_path, config, wrapped, shards=shards)
+    with open_model(tmp_path) as source:
+        assert list(source.tensors) == sorted(tensors, key=list(source.tensors).index)
+        assert source.left_out == ("vision_tower.patch_embedding.weight",)
+        assert source.config.eos_token_ids == (7, 2)
+        assert not source.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            "text_config is None, a mapping was expected",
+        ),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": "ministral3"},
+            },
+            "text_config: model_type is 'ministral3', supported: ",
+        ),
+        (
+            {"architectures": ["Qwen2VLForConditionalGeneration"], "vision_config": {"depth": 32}},
+            "the multimodal models whose text model is supported are Gemma3ForConditionalGeneration, ",
+        ),
+    ],
+)
+def test_multimodal_models_that_are_not_supported_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], expected: str
+) -> None:
+    write_hf_model(tmp_path, config, {"x.weight": np.zeros((1, 1), np.float32)})
+    with pytest.raises(ModelError) as caught:
+        open_model(tmp_path)
+    assert expected in str(caught.value)

@@ -96,9 +96,10 @@ class LLM:
                     f"context {context} is more than the {self.config.max_position} tokens that {self.name} "
                     "was made for: use less"
                 )
-            self._quantize_notes: tuple[str, ...] = ()
+            self._notes = source.notices
             if quantize is not None:
-                source, self._quantize_notes = quantized(source, quantize)
+                source, notes = quantized(source, quantize)
+                self._notes += notes
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
             self.instruct = is_instruct(source)
@@ -122,8 +123,8 @@ class LLM:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the device and of the weights, a line each."""
-        return (*self.runtime.notices, *self._quantize_notes)
+        """What the user should know of the device, the checkpoint and the weights, a line each."""
+        return (*self.runtime.notices, *self._notes)
 
     @property
     def capacity(self) -> int:

@@ -21,6 +21,7 @@ from xinfer_vk.models.expert_config import (
     experts_from_hf,
 )
 from xinfer_vk.models.hf_families import HF_FAMILIES, HFFamily, hf_family, why_unsupported
+from xinfer_vk.models.multimodal import WRAPPERS
 from xinfer_vk.models.rope_scaling import RopeScaling, rope_from_hf, rope_inv_freq, scaling_from_gguf
 
 __all__ = [
@@ -366,6 +367,8 @@ def _hf_family(f: Fields) -> HFFamily:
         return family
     supported = classes if named else ", ".join(t for family in HF_FAMILIES for t in family.model_types)
     why = why_unsupported(name) if isinstance(name, str) else None
+    if why is None and ("vision_config" in f or "audio_config" in f or "text_config" in f):
+        why = f"the multimodal models whose text model is supported are {', '.join(WRAPPERS)}"
     raise f.wrong(key, f"{why}; supported: {supported}" if why else f"supported: {supported}")
 
 

@@ -232,6 +232,7 @@ UNSUPPORTED: tuple[tuple[tuple[str, ...], str], ...] = (
          "recurrentgemma", "recurrent_gemma", "retnet", "xlstm", "olmohybrid", "olmo_hybrid"),
         "linear-attention, convolution and recurrent layers are not supported",
     ),
+    (("clip", "mmproj"), "a vision tower is no text model: give the text model's file"),
     (
         ("t5", "bart", "pegasus", "marian", "whisper", "encoderdecoder", "encoder_decoder", "m2m100", "nllb",
          "blenderbot", "prophetnet", "moonshine"),

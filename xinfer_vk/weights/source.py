@@ -14,6 +14,7 @@ import numpy as np
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import parse_json, quoted
 from xinfer_vk.models.config import ModelConfig, config_from_gguf, config_from_hf
+from xinfer_vk.models.multimodal import text_config, text_name
 from xinfer_vk.models.rope_scaling import FACTOR_TENSORS, with_factors
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_file import PART_NAME, GGUFFile, read_gguf
@@ -48,6 +49,7 @@ class ModelSource:
 
     ``tensors``: by Hugging Face name. ``metadata``: the parsed ``config.json``, or the GGUF file's
     keys. ``generation_config``: empty where there is none. ``file_bytes``: of all weight files.
+    ``left_out``: names of the tensors that are not part of the text model, in a multimodal checkpoint.
     """
 
     name: str
@@ -58,6 +60,18 @@ class ModelSource:
     metadata: dict[str, Any]
     file_bytes: int
     generation_config: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know of the checkpoint, a line each."""
+        if not self.left_out:
+            return ()
+        parts = sorted({name.removeprefix("model.").split(".")[0] for name in self.left_out})
+        return (
+            f"{self.name}: only the text model is used; {len(self.left_out)} tensors of {', '.join(parts)} "
+            "are left out",
+        )
 
     def close(self) -> None:
         close_all(self.tensors)
@@ -113,36 +127,58 @@ def _open_hf(path: Path, name: str) -> ModelSource:
     metadata = _json_file(path / "config.json")
     generation_path = path / "generation_config.json"
     generation = _json_file(generation_path) if generation_path.exists() else {}
-    config = config_from_hf(metadata, generation, str(path / "config.json"))
-    quantization = read_quantization(metadata, path)
-    tensors = _hf_tensors(path, FLOATS if quantization is None else {**FLOATS, "I32": INTEGERS})
-    if quantization is not None:
-        try:
+    where = str(path / "config.json")
+    text = text_config(metadata, where)
+    described = metadata if text is None else text
+    quantization = read_quantization(described, path)
+    dtypes = FLOATS if quantization is None else {**FLOATS, "I32": INTEGERS}
+    left_out: set[str] = set()
+    tensors = _hf_tensors(path, dtypes, None if text is None else left_out)
+    try:
+        if text is not None:
+            text.setdefault("tie_word_embeddings", "lm_head.weight" not in tensors)
+            where += ": text_config"
+        config = config_from_hf(described, generation, where)
+        if quantization is not None:
             tensors = grouped_tensors(tensors, quantization)
-        except BaseException:
-            close_all(tensors)
-            raise
-    tensors = unify(tensors, config, "hf")
+        tensors = unify(tensors, config, "hf")
+    except BaseException:
+        close_all(tensors)
+        raise
     files = {id(file): file.size for t in tensors.values() for file in t.files}
-    return ModelSource(name, path, "hf", tensors, config, metadata, sum(files.values()), generation)
+    return ModelSource(
+        name, path, "hf", tensors, config, metadata, sum(files.values()), generation, tuple(sorted(left_out))
+    )
 
 
 def _json_file(path: Path) -> dict[str, Any]:
     return parse_json(read_small_file(path, MAX_CONFIG_BYTES), str(path))
 
 
-def _hf_tensors(path: Path, dtypes: Mapping[str, str]) -> dict[str, TensorInfo]:
+def _hf_tensors(
+    path: Path, dtypes: Mapping[str, str], left_out: set[str] | None = None
+) -> dict[str, TensorInfo]:
+    """All tensors of a checkpoint. With ``left_out``, of a multimodal one: those of the text model under the
+    names they have there; the names of the others are added to it."""
+
+    def ignore(name: str) -> bool:
+        if left_out is not None and text_name(name) is None:
+            left_out.add(name)
+            return True
+        return KNOWN_EXTRA.search(name) is not None
+
     if (path / SINGLE_NAME).exists():
-        return read_safetensors(path / SINGLE_NAME, _is_known_extra, dtypes)
-    if (path / INDEX_NAME).exists():
-        return read_sharded_safetensors(path / INDEX_NAME, _is_known_extra, dtypes)
-    found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-    hint = f", only {quoted(found[0])}: convert it with transformers' save_pretrained" if found else ""
-    raise ModelError(f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
-
-
-def _is_known_extra(name: str) -> bool:
-    return KNOWN_EXTRA.search(name) is not None
+        tensors = read_safetensors(path / SINGLE_NAME, ignore, dtypes)
+    elif (path / INDEX_NAME).exists():
+        tensors = read_sharded_safetensors(path / INDEX_NAME, ignore, dtypes)
+    else:
+        found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+        hint = f", only {quoted(found[0])}: convert it with transformers' save_pretrained" if found else ""
+        raise ModelError(f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
+    if left_out is None:
+        return tensors
+    names = {name: text_name(name) or name for name in tensors}
+    return {names[name]: replace(tensor, name=names[name]) for name, tensor in tensors.items()}
 
 
 def _open_gguf(path: Path, name: str) -> ModelSource:
