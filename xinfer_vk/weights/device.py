@@ -293,7 +293,7 @@ class WeightPlanner:
     def _vector(self, tensors: tuple[TensorInfo, ...], interleaved: bool, scale: float = 1.0) -> Ref:
         n = sum(t.shape[0] for t in tensors)
         offset = self._params.reserve(n)
-        self._vectors.append((offset, n, lambda: _vector_values(tensors, interleaved) * np.float32(scale)))
+        self._vectors.append((offset, n, lambda: _vector_values(tensors, interleaved, scale)))
         return ArenaRef(self._params, offset)
 
     def _order(self, order: np.ndarray) -> Ref:
@@ -444,11 +444,13 @@ def _permuted_index(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
     return row - within + 2 * j + half
 
 
-def _vector_values(tensors: Sequence[TensorInfo], interleaved: bool) -> np.ndarray:
-    """Vectors stacked or interleaved, float32 ``[n]``."""
+def _vector_values(tensors: Sequence[TensorInfo], interleaved: bool, scale: float = 1.0) -> np.ndarray:
+    """Vectors stacked or interleaved, times ``scale``, float32 ``[n]``."""
     values = []
     for tensor in tensors:
-        v = as_f32(tensor.fmt, tensor.data) + np.float32(tensor.plus)
+        v = as_f32(tensor.fmt, tensor.data)
+        if tensor.plus or scale != 1.0:
+            v = (v + np.float32(tensor.plus)) * np.float32(scale)
         values.append(v[_permuted_index(tensor, 0, v.size)] if tensor.permuted else v)
     return np.ascontiguousarray(
         np.stack(values, axis=1).reshape(-1) if interleaved else np.concatenate(values)
