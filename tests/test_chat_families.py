@@ -76,11 +76,12 @@ def test_markup_of_the_template_is_the_templates_and_text_of_the_user_is_not(fam
 
 
 def test_the_switches_of_templates_are_known() -> None:
-    assert {"enable_thinking", "tools"} <= template("qwen3").variables
     assert {"enable_thinking", "xml_tools", "python_tools"} <= template("smollm3").variables
     assert {"thinking", "documents", "controls", "tools"} <= template("granite3").variables
     assert {"date_string", "custom_tools", "tools_in_user_message"} <= template("llama3").variables
-    assert not {"tools", "bos_token", "messages"} & template("gemma2").variables
+    assert ChatTemplate("{% set x = x | default(1) %}{{ x }}", "x").variables == {"x"}
+    assert template("qwen3").variables == {"enable_thinking", "tools"}
+    assert template("gemma2").variables == template("gemma3").variables == frozenset()
 
 
 def test_what_is_none_in_a_message_is_not_there() -> None:

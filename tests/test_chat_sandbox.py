@@ -96,7 +96,7 @@ HOSTILE = {
     "{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}",
     "a call block in itself": "{% macro f() %}{% call f() %}{% endcall %}{% endmacro %}{{ f() }}",
     "a loop in a filter": "{{ range(99999) | groupby('real') | list | length }}" * 200,
-    "breaks that do not help": "{% for i in range(99999) %}{% for j in range(99999) %}{% continue %}"
+    "turns that do nothing": "{% for i in range(99999) %}{% for j in range(99999) %}{% continue %}"
     "{% endfor %}{% endfor %}",
     "generation in loops": "{% for i in range(99999) %}{% generation %}{% for j in range(999) %}x{% endfor %}"
     "{% endgeneration %}{% endfor %}",

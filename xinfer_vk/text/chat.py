@@ -9,7 +9,7 @@ people wrote stays text. A user who writes ``<|im_end|>`` sends ten characters, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,21 +99,22 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names of what a caller may set: ``tools``, ``enable_thinking`` and the like."""
+        """The names of what a caller may set: ``tools``, ``enable_thinking`` and the like. What the template
+        sets before it looks at it is none of them."""
         from jinja2 import TemplateError, meta
 
         with self._lock:
             try:
                 environment, _ = self._compile()
-                used = meta.find_undeclared_variables(environment.parse(self.text))
+                tree = environment.parse(self.text)
+                used = meta.find_undeclared_variables(tree)
+                first_use: dict[str, str] = {}
+                for name in _names(tree):
+                    first_use.setdefault(name.name, name.ctx)
             except (TemplateError, RecursionError):  # rendering will say what is wrong with it
                 return frozenset()
-        return frozenset(used) - {
-            "messages",
-            "add_generation_prompt",
-            *environment.globals,
-            *self.special_texts,
-        }
+        given = {"messages", "add_generation_prompt", *environment.globals, *self.special_texts}
+        return frozenset(name for name in used if first_use.get(name) == "load") - given
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -151,6 +152,17 @@ class ChatTemplate:
             environment = ChatEnvironment()
             self._compiled = environment, environment.from_string(self.text)
         return self._compiled
+
+
+def _names(node: Any) -> Iterator[Any]:
+    """The names in a parsed template in the order of their use: those of a value before what it is set to."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Name):
+        yield node
+    children = list(node.iter_child_nodes())
+    for child in reversed(children) if isinstance(node, (nodes.Assign, nodes.AssignBlock)) else children:
+        yield from _names(child)
 
 
 def encode_chat(
