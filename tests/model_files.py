@@ -8,6 +8,7 @@ that reader and writer are not the same hand's mistakes.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -63,6 +64,13 @@ TINY: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
     },
 }
+TINY["mixtral"] = {
+    **TINY["llama"],
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
 
 QWEN2_5_0_5B: dict[str, Any] = {
     **TINY["qwen2"],
@@ -104,10 +112,14 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj": (kv_heads * head_dim, hidden, qkv_bias),
             "self_attn.v_proj": (kv_heads * head_dim, hidden, qkv_bias),
             "self_attn.o_proj": (hidden, heads * head_dim, output_bias),
-            "mlp.gate_proj": (wide, hidden, mlp_bias),
-            "mlp.up_proj": (wide, hidden, mlp_bias),
-            "mlp.down_proj": (hidden, wide, mlp_bias),
         }
+        experts = config.get("num_local_experts", 0)
+        for mlp in [f"mlp.experts.{e}" for e in range(experts)] or ["mlp"]:
+            projections[f"{mlp}.gate_proj"] = (wide, hidden, mlp_bias)
+            projections[f"{mlp}.up_proj"] = (wide, hidden, mlp_bias)
+            projections[f"{mlp}.down_proj"] = (hidden, wide, mlp_bias)
+        if experts:
+            projections["mlp.gate"] = (experts, hidden, False)
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
         for name, (rows, cols, bias) in projections.items():
@@ -311,7 +323,12 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)(\.[a-z_]+\.weight)")
 
 
 def gguf_name(name: str) -> str:
@@ -351,7 +368,7 @@ def write_gguf_model(
     """
     gguf = _gguf()
     tensors = random_tensors(config, seed) if tensors is None else tensors
-    arch = config["model_type"]
+    arch = {"mixtral": "llama"}.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_file)
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
@@ -372,13 +389,16 @@ def write_gguf_model(
         writer.add_value_length(head_dim)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
+    if experts := config.get("num_local_experts", 0):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     if tokens is not None:
         writer.add_token_list(tokens)
     if extra is not None:
         extra(writer)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_factors, np.float32))
-    kept = {}
+    kept, stacks = {}, dict[str, list[np.ndarray]]()
     for name, values in tensors.items():
         chosen = "f32" if values.ndim == 1 else fmt if isinstance(fmt, str) else fmt(name)
         kept[name] = decoded(values, chosen)
@@ -386,6 +406,12 @@ def write_gguf_model(
             values = permute(values, heads if "q_proj" in name else kv_heads)
         kind = gguf.GGMLQuantizationType[chosen.upper()]
         raw = encode(values, chosen)
+        if expert := EXPERT.fullmatch(name):  # they come in order, and are one tensor
+            stack = stacks.setdefault(expert[1] + expert[3], [])
+            stack.append(raw)
+            if len(stack) == experts:
+                writer.add_tensor(gguf_name(expert[1] + expert[3]), np.stack(stack), raw_dtype=kind)
+            continue
         writer.add_tensor(gguf_name(name), raw.reshape(-1) if values.ndim == 1 else raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
