@@ -28,14 +28,17 @@ PERMUTED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)(\.[a-z0-9_]+\.weight)")
 
 
-def write_gguf_of(folder: Path, path: Path) -> None:
-    """Write the model in ``folder`` to ``path``, every tensor as f32."""
+def write_gguf_of(folder: Path, path: Path, tokenizer: str | None = None) -> None:
+    """Write the model in ``folder`` to ``path``, every tensor as f32. ``tokenizer``: its kind, if it is to be
+    named ("no_vocab" for llama.cpp, which wants one)."""
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
     name = ARCHITECTURES.get(family, family)
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == name)
     writer = gguf.GGUFWriter(str(path), name)
     _add_keys(writer, family, config)
+    if tokenizer is not None:
+        writer.add_tokenizer_model(tokenizer)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     stacks: dict[str, dict[int, np.ndarray]] = {}  # the experts' matrices by number
     for hf_name, tensor in read_safetensors(folder / "model.safetensors").items():
