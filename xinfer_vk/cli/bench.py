@@ -11,12 +11,13 @@ import click
 from xinfer_vk.cli.bench_compare import command as compare
 from xinfer_vk.cli.bench_plot import check_plot_folder, save_plots
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
-from xinfer_vk.cli.options import QUANTIZE_TYPES
+from xinfer_vk.cli.options import QUANTIZE_TYPES, TUNE_OPTION
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import UsageError, XinferError
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.bench import Bench, Peak, Workload
+    from xinfer_vk.engine.tune import Tune
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -68,6 +69,7 @@ COUNTS = Counts()
 @click.option(
     "--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate, of the models that are files."
 )
+@TUNE_OPTION
 @click.option("--profile", is_flag=True, help="Also the time of each kernel in a step of each row.")
 @click.option("--plot", type=click.Path(file_okay=False), metavar="DIR", help="Also draw plots there.")
 @click.option("--output", "-o", type=click.Choice(FORMATS), default="md", show_default=True)
@@ -86,6 +88,7 @@ def command(
     warm_up: int,
     kv_dtype: tuple[str, ...],
     quantize: str | None,
+    tune: Tune,
     profile: bool,
     plot: str | None,
     output: str,
@@ -134,7 +137,12 @@ def command(
                 for (model, is_synthetic), kv in product(subjects, kv_dtype):
                     try:
                         subject = load_subject(
-                            runtime, model, synthetic=is_synthetic, quantize=quantize, progress=progress
+                            runtime,
+                            model,
+                            synthetic=is_synthetic,
+                            quantize=quantize,
+                            tune=tune,
+                            progress=progress,
                         )
                         try:
                             bench = Bench(subject, tests, kv, progress)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xinfer_vk.cli.chat_commands import Chat
     from xinfer_vk.cli.chat_input import LineEditor
     from xinfer_vk.engine.session import ChatSession
+    from xinfer_vk.engine.tune import Tune
 
 MAX_ANSWER_TOKENS = 512
 
@@ -67,6 +68,7 @@ def command(
     device: str | None,
     kv_dtype: str,
     quantize: str | None,
+    tune: Tune,
     context: int | None,
     on_full: str,
     template_arg: tuple[str, ...],
@@ -99,6 +101,7 @@ def command(
             device=device,
             kv_dtype=kv_dtype,
             quantize=quantize,
+            tune=tune,
             context=context,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,

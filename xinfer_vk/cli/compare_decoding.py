@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from xinfer_vk.engine.compare import Decoding, Kept
     from xinfer_vk.engine.llm import LLM
+    from xinfer_vk.engine.tune import Tune
 
 PIPE_WIDTH = 140  # columns of the table when nobody says how wide the terminal is
 LEAST_TABLE = 60  # columns that the table of figures needs
@@ -74,6 +75,7 @@ def command(
     device: str | None,
     kv_dtype: str,
     quantize: str | None,
+    tune: Tune,
     plot: str | None,
     as_json: bool,
     quiet: bool,
@@ -98,7 +100,9 @@ def command(
         from xinfer_vk.engine.compare import METHODS, compare_decoding, kept_at_each_step
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(model, device=device, kv_dtype=kv_dtype, quantize=quantize, progress=progress) as llm:
+        with LLM(
+            model, device=device, kv_dtype=kv_dtype, quantize=quantize, tune=tune, progress=progress
+        ) as llm:
             if not quiet:
                 for notice in llm.notices:
                     click.echo(notice, err=True)

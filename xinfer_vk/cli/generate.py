@@ -36,6 +36,7 @@ from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM, GenerationResult
+    from xinfer_vk.engine.tune import Tune
     from xinfer_vk.sampling.params import SamplingParams
 
 
@@ -129,6 +130,7 @@ def command(
     device: str | None,
     kv_dtype: str,
     quantize: str | None,
+    tune: Tune,
     context: int | None,
     ignore_eos: bool,
     logprobs: int | None,
@@ -169,6 +171,7 @@ def command(
             device=device,
             kv_dtype=kv_dtype,
             quantize=quantize,
+            tune=tune,
             context=context,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,

@@ -27,6 +27,14 @@ SAMPLING = (
 # Those of weights/quantize/choice.py, which takes long to import.
 QUANTIZE_TYPES = ("q8_0", "q6_k", "q4_k", "q4_1", "q4_0")
 
+TUNE_OPTION = click.option(
+    "--tune",
+    type=click.Choice(["off", "quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="How thoroughly a GPU's fastest kernels for a model are looked for, once.",
+)
+
 MODEL_OPTIONS = [
     click.option(
         "--model",
@@ -48,6 +56,7 @@ MODEL_OPTIONS = [
         type=click.Choice(QUANTIZE_TYPES),
         help="Turn a model in f16, bf16 or f32 into this format while it loads.",
     ),
+    TUNE_OPTION,
 ]
 
 OPTIONS = [
@@ -106,7 +115,7 @@ def template_args_from_options(options: Sequence[str]) -> dict[str, Any]:
 
 
 def model_options(command: F) -> F:
-    """Adds --model, --device, --kv-dtype and --quantize."""
+    """Adds --model, --device, --kv-dtype, --quantize and --tune."""
     for option in reversed(MODEL_OPTIONS):
         command = option(command)
     return command

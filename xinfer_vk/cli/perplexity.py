@@ -18,6 +18,7 @@ from xinfer_vk.errors import UsageError
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM
     from xinfer_vk.engine.perplexity import Perplexity
+    from xinfer_vk.engine.tune import Tune
 
 
 def read_text(file: str | None) -> str:
@@ -72,6 +73,7 @@ def command(
     device: str | None,
     kv_dtype: str,
     quantize: str | None,
+    tune: Tune,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -93,7 +95,9 @@ def command(
     with ProgressBar(enabled=False if quiet else None) as progress:
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(model, device=device, kv_dtype=kv_dtype, quantize=quantize, progress=progress) as llm:
+        with LLM(
+            model, device=device, kv_dtype=kv_dtype, quantize=quantize, tune=tune, progress=progress
+        ) as llm:
             if not quiet:
                 for notice in llm.notices:
                     click.echo(notice, err=True)

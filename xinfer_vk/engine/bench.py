@@ -18,10 +18,12 @@ from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.costs import Batch, Cost, plan_cost, step_cost
 from xinfer_vk.engine.llm import PREFILL_CHUNK, main_format
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.engine.tune import Tune
+from xinfer_vk.engine.tune import tune as tune_products
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.peak import FLOPS_PER_ROUND, FMA_LOCAL_SIZE, peak_copy, peak_fma
 from xinfer_vk.models.config import ModelConfig
-from xinfer_vk.models.decoder import DecoderWeights
+from xinfer_vk.models.decoder import DecoderWeights, matrices
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import WORD_BYTES, BufferKind, Plan, Runtime
 from xinfer_vk.weights.device import WeightPlanner
@@ -63,6 +65,7 @@ def load_subject(
     *,
     synthetic: bool,
     quantize: str | None = None,
+    tune: Tune = "quick",
     progress: Progress | None = None,
 ) -> Subject:
     """Put a model on the device: ``model`` as for :class:`~xinfer_vk.engine.llm.LLM`, or SHAPE:FORMAT if
@@ -82,6 +85,9 @@ def load_subject(
         weights = family(source.config.architecture).load(planner, source.config)
         tell = progress or (lambda stage, done, total: None)
         planner.upload(runtime, lambda done, total: tell("loading weights", done, total))
+    tune_products(
+        runtime, matrices(weights), tune, progress=lambda done, total: tell("choosing kernels", done, total)
+    )
     return Subject(
         source.name, fmt, synthetic, source.config, weights, planner.total_bytes,
         time.perf_counter() - began, runtime, planner,

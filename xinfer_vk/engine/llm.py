@@ -18,8 +18,11 @@ from xinfer_vk.engine.metrics import peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
 from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
 from xinfer_vk.engine.stream import GenerationStream
+from xinfer_vk.engine.tune import Tune
+from xinfer_vk.engine.tune import tune as tune_products
 from xinfer_vk.errors import OutOfMemoryError, UsageError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
+from xinfer_vk.models.decoder import matrices
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
@@ -56,9 +59,10 @@ class LLM:
     ``kv_dtype``: "f16" or "f32". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0" turns the matrices
     of a model in f16, bf16 or f32 into that format while it loads. ``context``: tokens the KV cache holds;
     None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
-    ``sampler``: "device", or "cpu" for the NumPy reference. ``progress`` is called with (stage, done,
-    total) during long work. A context manager; :meth:`close` gives the device back. Several threads may
-    use it: their steps take turns.
+    ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly the fastest kernels
+    are looked for when a GPU meets such matrices for the first time ("off", "quick", "full").
+    ``progress`` is called with (stage, done, total) during long work. A context manager; :meth:`close` gives
+    the device back. Several threads may use it: their steps take turns.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -74,6 +78,7 @@ class LLM:
         context: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         sampler: Sampler = "device",
+        tune: Tune = "quick",
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
@@ -114,6 +119,9 @@ class LLM:
                 self.weight_bytes = planner.total_bytes
                 stage = "loading weights" if quantize is None else f"quantizing to {quantize}"
                 planner.upload(self.runtime, self._stage(stage))
+                self._notes += tune_products(
+                    self.runtime, matrices(self.weights), tune, progress=self._stage("choosing kernels")
+                )
             except BaseException:
                 self.runtime.close()
                 raise

@@ -14,12 +14,13 @@ from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
 LOW = np.float32(2048.0)  # what low is multiplied by: 11 bits are in high
-MIN_TOKENS = 9  # fewer are bound by reading the weights, which the mat-vec does better
+MIN_TOKENS = 2  # one is bound by reading the weights, which the mat-vec does better
 COUNTS = {"tokens": state_words.N_TOKENS, "outputs": state_words.N_OUTPUTS}
 
 
 def multiplies_halves(profile: DeviceProfile, tokens: int) -> bool:
-    """Whether products of ``tokens`` rows should be made of halves: the device has matrix units for them."""
+    """Whether products of ``tokens`` rows can be made of halves: the device has matrix units. Whether
+    they are is for the tuner to find out (:mod:`xinfer_vk.engine.tune`)."""
     return (
         not profile.simd
         and tokens >= MIN_TOKENS

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
-from xinfer_vk.kernels.halves import read_halves
+from xinfer_vk.kernels.halves import multiplies_halves, read_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format
 from xinfer_vk.kernels.swiglu import gelu_tanh, silu
 from xinfer_vk.kernels.unpack import unpack
@@ -54,6 +55,8 @@ TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB 
 # matmul_coop: a workgroup of 128 lanes computes 128 rows of up to 64 tokens.
 COOP_LANES, COOP_ROWS, COOP_TOKENS = 128, 128, (16, 32, 64)
 SPLIT_FAMILIES = ("matmul_coop", "matmul_coop_check")
+
+Choice: TypeAlias = tuple[Kernel, int, int]  # and rows of W a workgroup computes, for how many tokens
 
 
 def _oracle(fmt: str, halves: bool = False) -> Callable[[OracleCall], None]:
@@ -124,7 +127,7 @@ def _tile_bytes(tokens: int) -> int:
     return 32 * ((TILE_ROWS // 4 + 1) * 16 + (tokens + 1) * 4) + tokens * 4
 
 
-def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
+def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> Choice:
     tile = _up_to(tokens, (1, 2, 4, SIMD_TOKENS))
     # A shuffle needs the 8 lanes of a workgroup in one subgroup.
     in_one = profile.subgroup_size >= SIMD_LANES and "subgroup_shuffle" in profile.features
@@ -134,44 +137,77 @@ def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple
 
 
 def _matvec(
-    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool
-) -> tuple[Kernel, int, int]:
+    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, lanes: int = 0
+) -> Choice:
     tile = _up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
-    lanes = _up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
+    lanes = lanes or _up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
     lanes = min(lanes, MATVEC_SHARED // tile)  # a vec4 a lane and token
     spec = (("local_size", lanes), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
     return _kernel("matvec", fmt, "", spec), MATVEC_ROWS, tile
 
 
-def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> tuple[Kernel, int, int]:
+def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool, most: int = 64) -> Choice:
     fitting = [tile for tile in TILE_TOKENS if _tile_bytes(tile) <= profile.max_shared_bytes]
-    tile = _up_to(tokens, fitting)
+    tile = _up_to(min(tokens, most), fitting)
     spec = (("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
     return _kernel("matmul", fmt, "", spec), TILE_ROWS, tile
 
 
-def _coop(profile: DeviceProfile, fmt: str, tokens: int, family: str) -> tuple[Kernel, int, int]:
-    fitting = [tile for tile in COOP_TOKENS if (COOP_ROWS + tile) * 160 <= profile.max_shared_bytes]
-    tile = _up_to(tokens, fitting)
-    subgroups = COOP_LANES // profile.subgroup_size if family == "matmul_coop" else COOP_LANES // 32
+def _coop(profile: DeviceProfile, fmt: str, tile: int) -> Choice:
+    # Devices without matrix units get the variant that does without: slow, for tests.
+    matrix_units = "cooperative_matrix" in profile.features
+    subgroups = COOP_LANES // (profile.subgroup_size if matrix_units else 32)
     spec = (("local_size", COOP_LANES), ("tokens", tile), ("subgroups", subgroups), ("experts", 0))
-    return _kernel(family, fmt, "", spec), COOP_ROWS, tile
+    return _kernel("matmul_coop" if matrix_units else "matmul_coop_check", fmt, "", spec), COOP_ROWS, tile
 
 
-def _coop_family(profile: DeviceProfile) -> str:
-    """Devices without matrix units get the variant that does without: slow, for tests."""
-    return "matmul_coop" if "cooperative_matrix" in profile.features else "matmul_coop_check"
-
-
-def choose(
-    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool
-) -> tuple[Kernel, int, int]:
-    """(kernel, rows of W a workgroup computes, tokens it computes them for) for ``tokens`` rows of x."""
+def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> Choice:
+    """The kernel for ``tokens`` rows of x where nothing is known about the device but its profile."""
     if profile.simd:
         return _simd(profile, fmt, tokens, aligned)
     if tokens <= MATVEC_TOKENS:
         return _matvec(profile, fmt, cols, tokens, aligned)
     return _matmul(profile, fmt, tokens, aligned)
+
+
+def variants(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> dict[str, Choice]:
+    """Every kernel that can make products of ``tokens`` rows of x, by name, the one of :func:`choose` first.
+    Those whose name begins with "coop" take x in halves (:mod:`xinfer_vk.kernels.halves`)."""
+    found = {"default": choose(profile, fmt, cols, tokens, aligned)}
+    if profile.simd:
+        return found
+    if tokens <= MATVEC_TOKENS:
+        for lanes in MATVEC_LANES:
+            found[f"matvec {lanes}"] = _matvec(profile, fmt, cols, tokens, aligned, lanes)
+    else:
+        for most in TILE_TOKENS:
+            found[f"matmul {most}"] = _matmul(profile, fmt, tokens, aligned, most)
+    if multiplies_halves(profile, tokens):
+        for tile in COOP_TOKENS:
+            if tile < 2 * max(tokens, COOP_TOKENS[0]) and coop_bytes(tile) <= profile.max_shared_bytes:
+                found[f"coop {tile}"] = _coop(profile, fmt, tile)
+    kernels = [id(found["default"][0])]
+    for name in list(found)[1:]:  # the same kernel needs no second name
+        if id(found[name][0]) in kernels:
+            del found[name]
+        else:
+            kernels.append(id(found[name][0]))
+    return found
+
+
+def coop_bytes(tokens: int) -> int:
+    """Shared memory of a matmul_coop workgroup."""
+    return (COOP_ROWS + tokens) * 160
+
+
+def tuned_key(fmt: str, rows: int, cols: int, tokens: int) -> str:
+    """What a choice of kernel is kept under in ``DeviceProfile.tuned``."""
+    return f"{fmt} {rows}x{cols} for {tokens}"
+
+
+def tuned_variant(profile: DeviceProfile, fmt: str, rows: int, cols: int, tokens: int) -> str:
+    """The name of the variant that was found fastest on this device, "default" where none was looked for."""
+    return profile.tuned.get(tuned_key(fmt, rows, cols, tokens), "default")
 
 
 def linear(
@@ -190,6 +226,7 @@ def linear(
     count: str,
     label: str = "linear",
     halves: Ref | None = None,
+    variant: str | None = None,
 ) -> list[Step]:
     """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
 
@@ -199,7 +236,7 @@ def linear(
     them are in use in a run: rows beyond are neither read nor written. ``x`` and ``y`` may lie in one
     buffer but must not overlap. One step a part; none waits for another. ``halves``: the same rows of x as
     :func:`xinfer_vk.kernels.halves.split_halves` left them, with room for ``tokens``; then the product is
-    made of these, on matrix units.
+    made of these, on matrix units. ``variant``: one of :func:`variants`, else the tuned one.
 
     Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
     begin at a multiple of 4 words and of 8 rows, and for parts that cut a gate from its up.
@@ -210,11 +247,17 @@ def linear(
         raise ValueError(f"count {count!r} does not exist (there are: {', '.join(COUNTS)})")
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
+    if variant is None:
+        variant = tuned_variant(profile, fmt, sum(part.rows for part in parts), cols, tokens)
     if halves is not None:
-        kernel, tile_rows, tile_tokens = _coop(profile, fmt, tokens, _coop_family(profile))
+        fitting = [tile for tile in COOP_TOKENS if coop_bytes(tile) <= profile.max_shared_bytes]
+        tile = int(variant.split()[1]) if variant.startswith("coop") else _up_to(tokens, fitting)
+        kernel, tile_rows, tile_tokens = _coop(profile, fmt, tile)
         x, x_stride = halves, tokens
     else:
-        kernel, tile_rows, tile_tokens = choose(profile, fmt, cols, tokens, aligned)
+        known = variants(profile, fmt, cols, tokens, aligned)
+        name = variant if variant in known and not variant.startswith("coop") else "default"
+        kernel, tile_rows, tile_tokens = known[name]
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue in PAIRED and part.rows % 2):

@@ -17,7 +17,7 @@ from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
-from xinfer_vk.kernels.matmul import linear
+from xinfer_vk.kernels.matmul import linear, tuned_variant
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope
@@ -191,7 +191,9 @@ class Graph:
         halves: Ref | None = None
         for w in weights:
             at = self._ordered(x, w, self.tokens, "tokens")
-            if halves is None or w.order is not None:
+            if not self._takes_halves(w, self.tokens):
+                halves = None
+            elif halves is None or w.order is not None:
                 halves = self._halves(at, w.cols, self.tokens, "tokens")
             self.steps += linear(
                 self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, self.tokens,
@@ -199,13 +201,13 @@ class Graph:
             )  # fmt: skip
             out = out.columns(w.rows)
 
-    def _halves(self, x: Rows, cols: int, rows: int, count: str) -> Ref | None:
-        """The rows of ``x`` for matrix units, where the device has these and there are rows enough."""
-        if not multiplies_halves(self.profile, rows):
-            return None
-        out = self.act.halves
-        self.steps += split_halves(x.ref, x.stride, cols, out, rows, self.state, count)
-        return out
+    def _takes_halves(self, w: Matrix, rows: int) -> bool:
+        return tuned_variant(self.profile, w.fmt, w.rows, w.cols, rows).startswith("coop")
+
+    def _halves(self, x: Rows, cols: int, rows: int, count: str) -> Ref:
+        """The rows of ``x`` for matrix units."""
+        self.steps += split_halves(x.ref, x.stride, cols, self.act.halves, rows, self.state, count)
+        return self.act.halves
 
     def _ordered(self, x: Rows, w: Matrix, rows: int, count: str) -> Rows:
         """``x`` with its columns in the order of those of a matrix (GPTQ's activation order)."""
@@ -328,7 +330,9 @@ class Graph:
         """``logits = final Wᵀ``, with the config's soft cap if it has one  [R, vocabulary]"""
         logits = self.act.logits
         final = self._ordered(self.act.final, weights, self.outputs, "outputs")
-        halves = self._halves(final, weights.cols, self.outputs, "outputs")
+        halves = None
+        if self._takes_halves(weights, self.outputs):
+            halves = self._halves(final, weights.cols, self.outputs, "outputs")
         self.steps += linear(
             self.profile, weights.fmt, weights.parts, weights.cols, final.ref, final.stride, logits.ref,
             logits.stride, self.outputs, self.state, weights.bias, "store", "outputs", "head", halves,
