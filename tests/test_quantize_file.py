@@ -11,23 +11,29 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_helpers import assert_one_error, xinfer
+from gguf_families import write_gguf_of
 from model_files import K_SIZES, permute, random_tensors, tiny_config, write_gguf_model, write_hf_model
 from quantized_files import Recipe, write_quantized_model
+from test_logits import TOLERANCE, Loaded, worst
 from text_helpers import FIXTURES, PRE
 from text_helpers import metadata as converter_metadata
 
 from xinfer_vk import LLM
 from xinfer_vk.engine.quantize import FILE_TYPES, quantize_model
 from xinfer_vk.errors import ModelError, UsageError
+from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.text.gguf_export import _cut, tokenizer_metadata
 from xinfer_vk.text.pretokenizers import BY_NAME, PreTokenization
+from xinfer_vk.weights.formats import as_f32
+from xinfer_vk.weights.gguf_export import exported_config, exported_tensors
 from xinfer_vk.weights.gguf_file import read_gguf
-from xinfer_vk.weights.gguf_writer import encoded
+from xinfer_vk.weights.gguf_writer import encoded, write_gguf
 from xinfer_vk.weights.quantize.choice import TYPES
 from xinfer_vk.weights.quantize.rows import quantize_rows
 from xinfer_vk.weights.source import open_model
 
 IDS = [int(i) for i in np.random.default_rng(7).integers(3, 300, 50)]
+MODELS = FIXTURES.parent / "models"
 TOKENIZERS = {"llama": "llama3", "qwen2": "qwen2", "qwen3": "qwen2"}
 TEXT = "Hello world, it's 12345 o'clock!\n\n  naïve 你好 🚀<|im_end|>"
 
@@ -128,6 +134,45 @@ def test_llama_rows_are_permuted_as_llama_cpps_converter_does(tmp_path: Path) ->
         assert np.array_equal(ours[name].data, tensor.data), name
 
 
+def _written(folder: Path, path: Path) -> None:
+    """A fixture model, which has no tokenizer, as a GGUF file of the same number format."""
+    with open_model(folder) as source:
+        tensors = exported_tensors(source)
+        keys = exported_config(source.config, [tensor.name for tensor in tensors], str(folder))
+        values = {key: encoded(value) for key, value in keys.items()}
+        write_gguf(path, values, tensors, lambda done, total: None)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-yarn", "smollm3", "granite", "olmo2"])
+def test_families_are_written_as_llama_cpps_converter_does(name: str, tmp_path: Path) -> None:
+    """With the tensors that the tests' own converter writes, and the logits of transformers."""
+    folder = MODELS / "families" / name
+    _written(folder, tmp_path / "ours.gguf")
+    write_gguf_of(folder, tmp_path / "theirs.gguf")
+    ours, theirs = (read_gguf(tmp_path / file) for file in ("ours.gguf", "theirs.gguf"))
+    assert set(ours.tensors) == set(theirs.tensors)
+    for tensor_name, tensor in theirs.tensors.items():
+        mine = ours.tensors[tensor_name]
+        assert np.array_equal(as_f32(mine.fmt, mine.data), as_f32(tensor.fmt, tensor.data)), tensor_name
+    reference = np.load(folder / "reference.npz")
+    got = Loaded(NumpyRuntime(), tmp_path / "ours.gguf").logits(reference["token_ids"], None)
+    assert worst(got, reference["logits"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("qwen2-window-from-layer-1", "GGUF files of qwen2 models cannot say that layer_windows is"),
+        ("mistral", "GGUF files of mistral models cannot say that layer_windows is"),
+        ("llama-dynamic", "GGUF files of llama models cannot say that rope_scaling is"),
+        ("gemma3", "is a gemma3 model, those that can be written to GGUF are llama, mistral"),
+    ],
+)
+def test_what_gguf_cannot_say_is_refused(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=words):
+        _written(MODELS / "families" / name, tmp_path / "m.gguf")
+
+
 def test_llama3_rope_scaling_becomes_a_tensor(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
@@ -143,7 +188,7 @@ def test_llama3_rope_scaling_becomes_a_tensor(tmp_path: Path) -> None:
         LLM(tmp_path / "m.gguf", device="numpy", kv_dtype="f32") as other,
     ):
         np.testing.assert_allclose(one.logits(IDS), other.logits(IDS), atol=1e-4)  # factors are f32 there
-    with pytest.raises(ModelError, match="qwen2 with RoPE scaling of type 'llama3' cannot be written"):
+    with pytest.raises(ModelError, match="GGUF files of qwen2 models cannot say that rope_scaling is"):
         quantize_model(
             write_model(tmp_path / "q", "qwen2", rope_scaling=scaling), tmp_path / "q.gguf", "q8_0"
         )
@@ -251,8 +296,6 @@ def test_a_tokenizer_that_gguf_cannot_express_is_refused(tmp_path: Path) -> None
 def test_values_are_encoded_as_the_gguf_package_reads_them(tmp_path: Path) -> None:
     values = {"a.text": "größe", "a.flag": True, "a.number": 7, "a.real": 0.5, "a.texts": ["x", "", "ü"],
               "a.numbers": [1, -2], "a.reals": [0.25, 2.0]}  # fmt: skip
-    from xinfer_vk.weights.gguf_writer import write_gguf
-
     keys = {"general.architecture": encoded("llama"), **{k: encoded(v) for k, v in values.items()}}
     write_gguf(tmp_path / "v.gguf", keys, [], lambda done, total: None)
     fields = peer(tmp_path / "v.gguf").fields

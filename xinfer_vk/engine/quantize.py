@@ -68,13 +68,15 @@ def quantize_model(
         if source.kind == "gguf":
             keys, tensors = _from_gguf(source)
         else:
+            tensors = exported_tensors(source)
+            names = [tensor.name for tensor in tensors]
             described = {
-                **exported_config(source.config, str(source.path)),
+                **exported_config(source.config, names, str(source.path)),
+                "general.type": "model",
                 "general.name": source.name,
                 **tokenizer_metadata(source),
             }
             keys = {key: encoded(value) for key, value in described.items()}
-            tensors = exported_tensors(source)
         keys["general.file_type"] = encoded(FILE_TYPES[kind])
         keys["general.quantization_version"] = encoded(QUANTIZATION_VERSION)
         try:

@@ -6,20 +6,26 @@ and keys of Llama models in interleaved RoPE order, and llama3's RoPE scaling wo
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Collection
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import quoted
-from xinfer_vk.models.config import ModelConfig, rope_inv_freq
+from xinfer_vk.models.config import ModelConfig, config_from_gguf, rope_inv_freq
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_names import PERMUTED, gguf_name
 from xinfer_vk.weights.source import ROPE_FACTORS, ModelSource
 from xinfer_vk.weights.tensors import DerivedTensor, TensorInfo
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # whose checkpoints hold what GGUF files hold, but for the above
+# Families whose checkpoints hold what GGUF files hold, but for the above, and their name in GGUF.
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3",
+    "granite": "granite", "olmo2": "olmo2",
+}  # fmt: skip
 REMEDY = "convert the model with llama.cpp's convert_hf_to_gguf.py, then quantize that file"
 
 
@@ -49,12 +55,13 @@ def exported_tensors(source: ModelSource) -> list[TensorInfo]:
             f"{source.path}: is a {c.architecture} model, those that can be written to GGUF are "
             f"{', '.join(ARCHITECTURES)}: {REMEDY}"
         )
-    heads = {"attn_q": c.heads, "attn_k": c.kv_heads} if c.architecture in PERMUTED else {}
+    architecture = ARCHITECTURES[c.architecture]
+    heads = {"attn_q": c.heads, "attn_k": c.kv_heads} if architecture in PERMUTED else {}
     out = []
     for name, tensor in source.tensors.items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue  # the same as the embedding
-        in_gguf, kind = gguf_name(name, c.architecture, tensor.where)
+        in_gguf, kind = gguf_name(name, architecture, tensor.where)
         permuted = heads.get(kind, 0)
         if len(tensor.shape) == 1:
             out.append(_vector(tensor, in_gguf, permuted))
@@ -76,8 +83,14 @@ def _vector(tensor: TensorInfo, name: str, permuted_heads: int) -> TensorInfo:
     return TensorInfo(name, tensor.shape, "f32", values.view(np.uint8))
 
 
-def exported_config(c: ModelConfig, where: str) -> dict[str, Any]:
-    """Keys and values that tell a GGUF reader what the model is, ``general.architecture`` among them."""
+def exported_config(c: ModelConfig, tensor_names: Collection[str], where: str) -> dict[str, Any]:
+    """Keys and values that tell a GGUF reader what the model is, ``general.architecture`` among them.
+    ``tensor_names``: of :func:`exported_tensors`, which tell some of it.
+
+    Raises :class:`ModelError` for a model of which these keys do not say everything: they are read back.
+    Sliding windows are none of them: llama.cpp has none in these architectures, whatever the file says.
+    """
+    architecture, s = ARCHITECTURES[c.architecture], c.rope_scaling
     values: dict[str, Any] = {
         "vocab_size": c.vocab_size,
         "context_length": c.max_position,
@@ -92,18 +105,36 @@ def exported_config(c: ModelConfig, where: str) -> dict[str, Any]:
     }
     if c.head_dim * c.heads != c.hidden_size:
         values["attention.key_length"] = values["attention.value_length"] = c.head_dim
-    if any(c.layer_windows):
-        raise ModelError(
-            f"{where}: sliding windows of a {c.architecture} model have no key in GGUF: {REMEDY}"
-        )
-    scaling = c.rope_scaling
-    if scaling is not None:
-        if scaling.type == "linear":
-            values.update({"rope.scaling.type": "linear", "rope.scaling.factor": scaling.factor})
-        elif scaling.type != "llama3" or c.architecture != "llama":  # llama3's is a tensor
+    if architecture == "granite":
+        values["attention.scale"] = c.attention_scale or c.head_dim**-0.5
+        values["embedding_scale"] = c.embedding_scale
+        values["residual_scale"] = c.residual_scale
+        values["logit_scale"] = 1.0 / c.logit_scale
+    if s is not None and s.type in ("linear", "yarn"):
+        values["rope.scaling.type"] = s.type
+        values["rope.scaling.factor"] = s.factor
+    if s is not None and s.type == "yarn":
+        values["rope.scaling.original_context_length"] = s.original_max_position
+    keys = {f"{architecture}.{key}": value for key, value in values.items()}
+    keys["general.architecture"] = architecture
+    _require_same(c, config_from_gguf(keys, tensor_names, where), where)
+    return keys
+
+
+def _require_same(c: ModelConfig, read: ModelConfig, where: str) -> None:
+    """Raise :class:`ModelError` for the first field that GGUF's keys do not say. The tokens that begin and
+    end a text are in other keys; what the families' names differ in is in the tensors."""
+    s = c.rope_scaling
+    if s is not None and s.type == "llama3" and ARCHITECTURES[c.architecture] == "llama":
+        c = replace(c, rope_scaling=None)  # it is a tensor; llama.cpp reads it for Llama alone
+    for f in fields(ModelConfig):
+        if f.name in ("architecture", "eos_token_ids", "bos_token_id"):
+            continue
+        ours, theirs = getattr(c, f.name), getattr(read, f.name)
+        if isinstance(ours, float) and isinstance(theirs, float) and math.isclose(ours, theirs, rel_tol=1e-6):
+            continue
+        if ours != theirs:
             raise ModelError(
-                f"{where}: {c.architecture} with RoPE scaling of type {quoted(scaling.type)} cannot be "
-                f"written to GGUF: {REMEDY}"
+                f"{where}: GGUF files of {c.architecture} models cannot say that {f.name} is {quoted(ours)}: "
+                f"{REMEDY}"
             )
-    keys = {f"{c.architecture}.{key}": value for key, value in values.items()}
-    return {"general.architecture": c.architecture, "general.type": "model", **keys}

@@ -44,6 +44,7 @@ LAYER_NAMES = {
 OTHER_LAYER_NAMES = {
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+    "olmo2": {"ffn_norm": "pre_feedforward_layernorm"},  # it has none, only one after each block
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
 }
 HF_LAYER = re.compile(r"model\.layers\.([0-9]+)\.([a-z_.]+)\.(weight|bias)")
