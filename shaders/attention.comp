@@ -72,13 +72,19 @@ const float LOWEST = -3.4028234e38; // finite, so that LOWEST - LOWEST is no NaN
 const uint SUMS = CHUNKS * LANE_DIMS; // sums of one row in a lane
 const uint ALL_SUMS = ROWS * SUMS;
 const uint SCORES = ROWS * 4u;        // scores of a block in a lane
+const uint EIGHTS = QUADS / 2u;
+const uint HELD = ROWS * EIGHTS;
 
 uint lane;  // 0 … 7, in the octet
 uint octet; // in the workgroup
 
+// Tokens whose values are added at once. CPU devices have no vector load: a load is some 15 instructions
+// a lane, and a loop with more than two leaves the instruction caches.
 #ifdef EXCHANGE_SUBGROUP
+const uint RUN = 2u;
 uint octet_start; // subgroup invocation of the octet's lane 0
 #else
+const uint RUN = 4u;
 const uint OCTETS = ROW_OCTETS * KV_OCTETS;
 const uint QUERY_QUADS = QUADS + 1u; // vec4 from one row to the next: odd
 const uint P_QUADS = BLOCK_TOKENS / 4u + 1u;
@@ -108,11 +114,6 @@ float score(float dot_product) {
 
 #ifdef EXCHANGE_SUBGROUP
 float from_lane(float x, uint i) { return subgroupShuffle(x, octet_start + i); }
-
-vec4 from_lane(float x[SCORES], uint row, uint i) {
-    return vec4(from_lane(x[row * 4u], i), from_lane(x[row * 4u + 1u], i), from_lane(x[row * 4u + 2u], i),
-                from_lane(x[row * 4u + 3u], i));
-}
 
 float octet_max(float x) {
     x = max(x, subgroupShuffle(x, octet_start + (lane ^ 1u)));
@@ -179,17 +180,18 @@ void share_queries(uint first_row, uint end_row, uint start, uint kv_head) {
 #endif
 
 // scores[row][i] = q[row] · k[4 lane + i] of the block whose keys for this lane begin at cache4[at]
-void score_block(Rows rows, uint at, out float scores[SCORES]) {
+void score_block(float held[HELD], uint at, out float scores[SCORES]) {
     [[unroll]] for (uint i = 0u; i < SCORES; ++i)
         scores[i] = 0.0;
 #ifdef EXCHANGE_SUBGROUP
-    for (uint eight = 0u; eight < QUADS / 2u; ++eight) { // a lane fetches one dim of eight for all lanes
+    for (uint eight = 0u; eight < EIGHTS; ++eight) { // a lane has one dim of eight for all lanes
         float fetched[ROWS];
         [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-            const uint dim = eight * 8u + lane;
-            fetched[r] = HEAD_DIM % 8u == 0u || dim < HEAD_DIM ? q[rows.query[r] + dim] : 0.0;
+            fetched[r] = held[r * EIGHTS];
+            [[unroll]] for (uint i = 1u; i < EIGHTS; ++i)
+                fetched[r] = eight == i ? held[r * EIGHTS + i] : fetched[r];
         }
-        for (uint half_eight = 0u; half_eight < 2u; ++half_eight) {
+        [[dont_unroll]] for (uint half_eight = 0u; half_eight < 2u; ++half_eight) {
             const uint quad = eight * 2u + half_eight;
 #else
     {
@@ -212,12 +214,17 @@ void score_block(Rows rows, uint at, out float scores[SCORES]) {
     }
 }
 
-// Probabilities (up to the common factor that the sums carry) of 4 tokens, 4 quad … 4 quad + 3 of the block.
-vec4 probabilities(float mine[SCORES], uint row, uint quad) {
+// Probabilities (up to the common factor that the sums carry) of RUN tokens of the block from its token j on,
+// a multiple of RUN.
+void probabilities(float mine[SCORES], uint row, uint j, out float run[RUN]) {
 #ifdef EXCHANGE_SUBGROUP
-    return from_lane(mine, row, quad);
+    const bool low = (j & 2u) == 0u;
+    [[unroll]] for (uint i = 0u; i < RUN; ++i)
+        run[i] = from_lane(low ? mine[row * 4u + i] : mine[row * 4u + 2u + i], j / 4u);
 #else
-    return shared_p[(octet * ROWS + row) * P_QUADS + quad];
+    const vec4 quad = shared_p[(octet * ROWS + row) * P_QUADS + j / 4u];
+    [[unroll]] for (uint i = 0u; i < RUN; ++i)
+        run[i] = quad[i];
 #endif
 }
 
@@ -237,12 +244,12 @@ float probability(float mine[SCORES], uint row, uint j) {
 void add_values(Rows rows, float mine[SCORES], uint at, int first, int begin, int end, int all_from,
                 int all_seen, inout float sums[ALL_SUMS]) {
     const int stop = min(end - first, int(BLOCK_TOKENS));
-    const int fours_from = (max(all_from - first, 0) + 3) & ~3;
-    const int fours_to = min(all_seen - first, stop) & ~3;
+    const int runs_from = (max(all_from - first, 0) + int(RUN) - 1) & -int(RUN);
+    const int runs_to = min(all_seen - first, stop) & -int(RUN);
     int j = max(begin - first, 0);
     while (j < stop) {
         // the window's and the causal edge: one token at a time, left out of the rows that do not see it
-        for (; j < stop && (j < fours_from || j >= fours_to); ++j) {
+        for (; j < stop && (j < runs_from || j >= runs_to); ++j) {
             [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
                 float v[MAX_LANE_DIMS];
                 load_values(at + uint(j) * VECTOR_WORDS, c, lane, v);
@@ -254,16 +261,20 @@ void add_values(Rows rows, float mine[SCORES], uint at, int first, int begin, in
                 }
             }
         }
-        for (; j < fours_to; j += 4) {
+        [[dont_unroll]] for (; j < runs_to; j += int(RUN)) {
             [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
-                float v[4][MAX_LANE_DIMS];
-                [[unroll]] for (uint i = 0u; i < 4u; ++i)
+                float v[RUN][MAX_LANE_DIMS];
+                [[unroll]] for (uint i = 0u; i < RUN; ++i)
                     load_values(at + (uint(j) + i) * VECTOR_WORDS, c, lane, v[i]);
                 [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-                    const vec4 w = probabilities(mine, r, uint(j) / 4u);
-                    [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
-                        sums[(r * CHUNKS + c) * LANE_DIMS + d] +=
-                            w.x * v[0][d] + w.y * v[1][d] + w.z * v[2][d] + w.w * v[3][d];
+                    float w[RUN];
+                    probabilities(mine, r, uint(j), w);
+                    [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d) {
+                        float x = w[0] * v[0][d];
+                        [[unroll]] for (uint i = 1u; i < RUN; ++i)
+                            x += w[i] * v[i][d];
+                        sums[(r * CHUNKS + c) * LANE_DIMS + d] += x;
+                    }
                 }
             }
         }
@@ -311,6 +322,19 @@ void attend(uint start, uint count) {
     share_queries(first_row, end_row, start, kv_head);
 #endif
 
+    float held[HELD];
+#ifdef EXCHANGE_SUBGROUP
+    [[unroll]] for (uint i = 0u; i < HELD; ++i)
+        held[i] = 0.0;
+    [[dont_unroll]] for (uint dim = lane; dim < EIGHTS * 8u; dim += 8u) { // each dim moves those before it up
+        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+            [[unroll]] for (uint i = 1u; i < EIGHTS; ++i)
+                held[r * EIGHTS + i - 1u] = held[r * EIGHTS + i];
+            held[r * EIGHTS + EIGHTS - 1u] =
+                HEAD_DIM % 8u == 0u || dim < HEAD_DIM ? q[rows.query[r] + dim] : 0.0;
+        }
+    }
+#endif
     float sums[ALL_SUMS]; // [ROWS][CHUNKS][LANE_DIMS] of p V, times exp(-highest)
     float highest[ROWS];     // maximum of the scores so far
     float total[ROWS];       // sum of p over the lane's own tokens
@@ -324,7 +348,7 @@ void attend(uint start, uint count) {
         const uint index = first_block + b;
         const uint words = head_words(state[table + min(index, blocks - 1u)], kv_head, p.kv_heads);
         float scores[SCORES]; // then probabilities, of the lane's 4 tokens
-        score_block(rows, (p.k_offset + words) / 4u + lane, scores);
+        score_block(held, (p.k_offset + words) / 4u + lane, scores);
 
         const int first = int(index * BLOCK_TOKENS), mine = first + int(lane) * 4;
         float new_highest[ROWS];
@@ -361,24 +385,29 @@ void attend(uint start, uint count) {
     octet_sum(total);
 
     if (first_block >= blocks) return;
-    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-        const uint row = octet_row + r;
-        if (row >= end_row) continue;
+    const uint stop_row = min(octet_row + ROWS, end_row);
+    [[dont_unroll]] for (uint row = octet_row; row < stop_row; ++row) { // the first of the rows that are left
         const uint token = start + row / GROUP, head = kv_head * GROUP + row % GROUP;
         uint at = p.target_offset + token * p.out_stride + head * HEAD_DIM;
-        float factor = 1.0 / total[r];
+        float factor = 1.0 / total[0];
         if (PARTIAL != 0u) { // [token][head][split][HEAD_DIM + 2]
             at = p.target_offset + ((token * p.kv_heads * GROUP + head) * p.splits + split) * (HEAD_DIM + 2u);
             factor = 1.0;
             if (lane == 0u) {
-                target[at + HEAD_DIM] = highest[r];
-                target[at + HEAD_DIM + 1u] = total[r];
+                target[at + HEAD_DIM] = highest[0];
+                target[at + HEAD_DIM + 1u] = total[0];
             }
         }
         [[unroll]] for (uint c = 0u; c < CHUNKS; ++c)
             [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
                 if (HEAD_DIM % (8u * LANE_DIMS) == 0u || lane_dim(c, lane) + d < HEAD_DIM)
-                    target[at + lane_dim(c, lane) + d] = sums[r * SUMS + c * LANE_DIMS + d] * factor;
+                    target[at + lane_dim(c, lane) + d] = sums[c * LANE_DIMS + d] * factor;
+        [[unroll]] for (uint r = 1u; r < ROWS; ++r) {
+            highest[r - 1u] = highest[r];
+            total[r - 1u] = total[r];
+            [[unroll]] for (uint i = 0u; i < SUMS; ++i)
+                sums[(r - 1u) * SUMS + i] = sums[r * SUMS + i];
+        }
     }
 }
 

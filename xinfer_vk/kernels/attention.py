@@ -74,20 +74,24 @@ def split_count(P: DeviceProfile, tokens: int, heads: int, max_context: int) -> 
 
 
 def geometry(
-    P: DeviceProfile, kv_dtype: str, heads: int, kv_heads: int, head_dim: int, tokens: int, max_context: int
+    P: DeviceProfile, heads: int, kv_heads: int, head_dim: int, tokens: int, max_context: int
 ) -> Geometry:
-    """Registers decide ``rows``: a row has head_dim / 8 sums and 4 scores a lane. On CPU devices more
-    rows make more arithmetic of each load, and a longer compilation (0.1 s a row of f16 at head dim 64)."""
+    """A row has head_dim / 8 sums, as many dims of its query and 4 scores in a lane. A GPU holds them in
+    registers. CPU devices keep most of them on the stack and gain by many rows all the same: a load of K or
+    V, some 200 instructions for an octet, then serves more of them. What bounds their rows is the time that
+    compilation takes (1.5 s for 12 rows of head dim 64; with barriers several times as long)."""
     group = heads // kv_heads
     single = per_token(P, tokens)
     if P.simd:
-        rows = max(1, min(6, (384 if kv_dtype == "f16" else 256) // head_dim))
+        rows = min(12, 1024 // head_dim) if exchange(P) == "subgroup" else min(6, 384 // head_dim)
     elif single:
-        rows = max(1, min(8, 512 // head_dim))
+        rows = min(8, 512 // head_dim)
     else:
-        rows = max(1, min(4, 256 // head_dim))
-    if single:  # evenly: 7 rows as 4 + 3, not as 6 + 1
-        rows = ceil_div(group, ceil_div(group, rows))
+        rows = min(4, 256 // head_dim)
+    rows = max(1, rows)
+    together = group * (1 if single else query_tile(P, head_dim))  # rows of an item
+    if single or P.simd:  # evenly: 7 rows as 4 + 3, not as 6 + 1
+        rows = ceil_div(together, ceil_div(together, rows))
     splits = split_count(P, tokens, heads, max_context)
     if P.simd:
         return Geometry(exchange(P), rows, 1, 1, single, splits)
@@ -290,7 +294,7 @@ def attention(
         )
     if window is not None:  # a plan never visits more blocks than a window can touch
         max_context = min(max_context, window + st.BLOCK_TOKENS)
-    g = geometry(P, kv_dtype, heads, kv_heads, head_dim, tokens, max_context)
+    g = geometry(P, heads, kv_heads, head_dim, tokens, max_context)
     reach = ALL_POSITIONS if window is None else window
     group = heads // kv_heads
     tile = 1 if g.per_token else query_tile(P, head_dim)
