@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chat_model import write_chat_model
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -289,3 +290,11 @@ def test_chat_shows_the_thinking_and_forgets_it(model: Path, llm: LLM, writes: l
     writes[:] = ids_of(llm, "<think>\nIt is")
     result = CliRunner().invoke(cli, [*run[:-1], "-n", "4"], input="2 + 2?\n")
     assert "(cut off while it was thinking: max_new_tokens=4 is reached)" in result.stderr
+
+
+def test_an_answer_with_thinking_may_be_longer(model: Path, tmp_path: Path) -> None:
+    run = ["chat", "-d", "numpy", "-m"]
+    shown = CliRunner().invoke(cli, [*run, str(model)], input="/set\n").stderr
+    assert "max_new_tokens" in shown and "4096  (default" in shown
+    plain = write_chat_model(tmp_path / "plain")
+    assert "4096" not in CliRunner().invoke(cli, [*run, str(plain)], input="/set\n").stderr

@@ -167,6 +167,22 @@ def test_added_tokens_that_are_runs_of_spaces_stay_text() -> None:
     assert gguf("gpt2").encode(text, parse_special=False) == ids
 
 
+def test_runs_of_spaces_are_text_as_sentencepiece_spells_them_too(tmp_path: Path) -> None:
+    """Gemma's ``tokenizer.json`` has added tokens of "▁", which only its merges ever lead to."""
+    path = changed(tmp_path, "llama2")
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    model = tokenizer["model"]
+    two = model["vocab"].setdefault("▁▁", len(model["vocab"]))
+    model["merges"].insert(0, ["▁", "▁"])
+    added = {"id": two, "content": "▁▁", "special": False, "normalized": False}
+    tokenizer["added_tokens"].append({**added, "single_word": False, "lstrip": False, "rstrip": False})
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    spaced = tokenizer_from_directory(path)
+    for parse_special in (True, False):
+        ids = spaced.encode("a  b", parse_special=parse_special, add_bos=False)
+        assert two in ids and spaced.decode(ids) == "a  b"
+
+
 def test_markup_that_merges_lead_to_is_spelled_out() -> None:
     """A vocabulary may have made an ordinary word an added token."""
     tokens = metadata("qwen2", unused=0)
@@ -550,6 +566,19 @@ def test_special_tokens_may_be_objects_or_in_the_older_file(tmp_path: Path) -> N
     del config["eos_token"]
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     assert tokenizer_from_directory(path).eos_ids == {2}
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_metaspace_decoder_decodes_as_tokenizers_does(tmp_path: Path, scheme: str) -> None:
+    """Unigram models have it."""
+    path = changed(tmp_path, "llama2")
+    state = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    state["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": True}
+    (path / "tokenizer.json").write_text(json.dumps(state), encoding="utf-8")
+    tokenizer = tokenizer_from_directory(path)
+    for case in reference("llama2")["texts"]:
+        if not any(tokenizer.token_bytes(i).startswith(b"<") for i in case["ids"]):
+            assert tokenizer.decode(case["ids"]) == tokenizer._backend.decode(case["ids"]), case["text"]
 
 
 def test_a_decoder_of_another_kind_is_refused(tmp_path: Path) -> None:

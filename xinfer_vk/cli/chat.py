@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from xinfer_vk.engine.tune import Tune
 
 MAX_ANSWER_TOKENS = 512
+MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
 
 
 @click.command("chat")
@@ -38,9 +39,7 @@ MAX_ANSWER_TOKENS = 512
     "--max-new-tokens",
     "-n",
     type=click.IntRange(min=1),
-    default=MAX_ANSWER_TOKENS,
-    show_default=True,
-    help="Tokens of an answer at most.",
+    help=f"Tokens of an answer at most. [default: {MAX_ANSWER_TOKENS}; {MAX_THINKING_TOKENS} if the model thinks]",
 )
 @click.option(
     "--context",
@@ -64,7 +63,7 @@ MAX_ANSWER_TOKENS = 512
 def command(
     model: str,
     system: str | None,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     device: str | None,
     kv_dtype: str,
     quantize: str | None,
@@ -85,7 +84,7 @@ def command(
     a line on standard input (a backslash at its end continues it), answers on standard output, all else
     on standard error; the first error ends it. A line that begins with / is a command in both.
     """
-    fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    fields: dict[str, Any] = {"max_new_tokens": max_new_tokens or MAX_ANSWER_TOKENS, "ignore_eos": ignore_eos}
     check_unicode(system or "", "the system text")
     template_args = template_args_from_options(template_arg)
     params_from_options({**options, "recommended": False}, **fields)  # a mistake is told before loading
@@ -106,6 +105,8 @@ def command(
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,
         ) as llm:  # fmt: skip
+            if max_new_tokens is None and llm.thinks:
+                fields["max_new_tokens"] = MAX_THINKING_TOKENS
             params = params_from_options(options, llm.generation_config, **fields)
             session = llm.chat(
                 system=system, params=params, on_full=on_full, template_args=template_args  # type: ignore[arg-type]

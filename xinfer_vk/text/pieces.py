@@ -58,11 +58,14 @@ def pieces_of(decoder: Any, where: str) -> Pieces:
             space = step["pattern"]["String"]
         elif step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
             drop_first_space = True
+        elif step["type"] == "Metaspace":
+            space, drop_first_space = step["replacement"], step.get("prepend_scheme") != "never"
         elif step["type"] not in ("ByteFallback", "Fuse"):
             raise ModelError(
                 f"{where}: the decoder {quoted(step['type'])} is not supported; byte-level and SentencePiece "
                 "tokenizers are"
             )
-    if not space or kinds[0] != "Replace" or (drop_first_space and kinds[-1] != "Strip"):
+    dropped_last = not drop_first_space or kinds[-1] in ("Strip", "Metaspace")
+    if not space or not ("Metaspace" in kinds or kinds[0] == "Replace") or not dropped_last:
         raise ModelError(f"{where}: the decoder {' + '.join(kinds)} is not supported")
     return sentencepiece_pieces(space, "ByteFallback" in kinds, drop_first_space)

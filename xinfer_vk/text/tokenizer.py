@@ -214,7 +214,7 @@ class Tokenizer:
     def _bytes_of(self, token_id: int) -> bytes:
         if not 0 <= token_id < 2**32:
             return b""
-        if token_id in self._added:
+        if token_id in self._added and not _is_run_of_spaces(self._added[token_id].content):
             return self._added[token_id].content.encode("utf-8")
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else self.pieces.to_bytes(token)
@@ -233,7 +233,14 @@ class Tokenizer:
 def _is_text(token: tokenizers.AddedToken) -> bool:
     """Whether an added token is something that people write as a part of their text."""
     text = token.content
-    return not token.special and (text.isspace() or HTML_TAG.fullmatch(text) is not None)
+    return not token.special and (
+        text.isspace() or _is_run_of_spaces(text) or HTML_TAG.fullmatch(text) is not None
+    )
+
+
+def _is_run_of_spaces(text: str) -> bool:
+    """As SentencePiece spells them, and the added tokens of Gemma's ``tokenizer.json`` do too."""
+    return not text.strip("▁")
 
 
 class _PlainEncoder:
