@@ -39,7 +39,7 @@ MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
     "--max-new-tokens",
     "-n",
     type=click.IntRange(min=1),
-    help=f"Tokens of an answer at most. [default: {MAX_ANSWER_TOKENS}; {MAX_THINKING_TOKENS} if the model thinks]",
+    help=f"Most tokens of an answer. [default: {MAX_ANSWER_TOKENS}; {MAX_THINKING_TOKENS} if it thinks]",
 )
 @click.option(
     "--context",
