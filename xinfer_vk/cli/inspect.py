@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TOLD = {
     "architecture", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim",
     "vocab_size", "max_position", "eos_token_ids", "bos_token_id", "rope_theta", "rope_scaling",
-    "layer_windows", "layer_ropes",
+    "layer_windows", "layer_ropes", "experts",
 }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def _print(found: Inspection) -> None:
     if "layers" in c:
         rows += [
             ("dimensions", f"{c['layers']} layers, hidden {c['hidden_size']}, MLP {c['intermediate_size']}"),
+            *([("experts", _experts(c))] if c["experts"] else []),
             ("attention", f"{c['heads']} heads, {c['kv_heads']} KV heads, head dim {c['head_dim']}"),
             ("vocabulary", f"{c['vocab_size']} tokens"),
             ("context", f"{c['max_position']} tokens{_windows(c)}"),
@@ -78,6 +79,13 @@ def _print(found: Inspection) -> None:
     say(found.name)
     for name, text in rows:
         say(f"  {name:<14}{text}")
+
+
+def _experts(c: dict[str, Any]) -> str:
+    e = c["experts"]
+    layers = sum(e.layers)
+    where = "every layer" if layers == c["layers"] else f"{layers} of {c['layers']} layers"
+    return f"{e.count} in {where}, {e.per_token} for a token, MLP {e.width} each"
 
 
 def _windows(c: dict[str, Any]) -> str:

@@ -74,6 +74,15 @@ def _qwen3(
     )  # fmt: skip
 
 
+def _qwen3moe(hidden: int, width: int, layers: int, heads: int) -> dict[str, Any]:
+    """No layer has an MLP, so the ``intermediate_size`` that the files give means nothing."""
+    return _model(
+        "Qwen3MoeForCausalLM", hidden, 3 * hidden, layers, heads, 4, 151936, tied=False, context=40960,
+        theta=1e6, eps=1e-6, head_dim=128, eos_token_id=151645, moe_intermediate_size=width, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True,
+    )  # fmt: skip
+
+
 def _gemma3(hidden: int, mlp: int, layers: int) -> dict[str, Any]:
     """One layer in six attends to everything, the others to a window of 512."""
     kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
@@ -110,11 +119,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
+    "qwen3-30b-a3b": _qwen3moe(2048, 768, 48, 32),  # Qwen/Qwen3-30B-A3B
+    "qwen3-235b-a22b": _qwen3moe(4096, 1536, 94, 64),  # Qwen/Qwen3-235B-A22B
     "gemma-3-270m": _gemma3(640, 2048, 18),  # google/gemma-3-270m-it
     "gemma-3-1b": _gemma3(1152, 6912, 26),  # google/gemma-3-1b-it
     "mistral-7b": _model(  # mistralai/Mistral-7B-Instruct-v0.3
         "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32768, tied=False, context=32768, theta=1e6, eps=1e-5,
         sliding_window=None, bos_token_id=1, eos_token_id=2,
+    ),
+    "mixtral-8x7b": _model(  # mistralai/Mixtral-8x7B-Instruct-v0.1
+        "MixtralForCausalLM", 4096, 14336, 32, 32, 8, 32000, tied=False, context=32768, theta=1e6, eps=1e-5,
+        num_local_experts=8, num_experts_per_tok=2, bos_token_id=1, eos_token_id=2,
     ),
     "llama-2-7b": _llama2(4096, 11008, 32, 32, 32),  # meta-llama/Llama-2-7b-hf
     "tinyllama-1.1b": _llama2(2048, 5632, 22, 32, 4, context=2048),  # TinyLlama/TinyLlama-1.1B-Chat-v1.0
