@@ -28,6 +28,7 @@ layout(push_constant) uniform Push {
     uint chosen_at;  // [T][PER_TOKEN]
     uint list_at;    // [T * PER_TOKEN] pairs, tile by tile
     uint tiles_at;   // 1 + 3 words a tile
+    uint pairs_at;   // a word: pairs in use
 } p;
 #include "reduce.glsl"
 
@@ -52,8 +53,11 @@ float weight_of(uint expert, float largest) {
 
 void main() {
     const uint lane = gl_LocalInvocationID.x, token = gl_WorkGroupID.x, used = state[STATE_N_TOKENS];
-    if (PAIR_TILES != 0u && token == 0u && lane == 0u)
-        routing[p.tiles_at] = used * PER_TOKEN;
+    if (token == 0u && lane == 0u) {
+        routing[p.pairs_at] = used * PER_TOKEN;
+        if (PAIR_TILES != 0u)
+            routing[p.tiles_at] = used * PER_TOKEN;
+    }
     if (token >= used)
         return; // the whole workgroup
     for (uint e = lane; e < EXPERTS; e += gl_WorkGroupSize.x) {

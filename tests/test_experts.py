@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from xinfer_vk.engine.runner import Chunk
 from xinfer_vk.errors import ModelError, NumericError
 from xinfer_vk.kernels.layout import row_words
 from xinfer_vk.models.config import ExpertConfig, config_from_gguf, config_from_hf
-from xinfer_vk.reference import NumpyRuntime
+from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
 from xinfer_vk.weights import device
 from xinfer_vk.weights.expert_tensors import one_by_one
 from xinfer_vk.weights.formats import FORMATS, as_f32
@@ -100,6 +101,18 @@ def test_experts_that_are_not_chosen_are_not_read(runtime: Any, tmp_path: Path) 
         poisoned.cache.close(sequence)
     poisoned.free()
     assert same >= 5 and unlike >= 5  # (3/5)² of the tokens choose others in both layers
+
+
+def test_experts_on_matrix_units_give_the_same_logits() -> None:
+    """Where the tuner found them fastest for a matrix of the same format; by the oracles here."""
+    units = {"cooperative_matrix", "float16"}
+    tuned = {f"bf16 8x8 for {tokens}": "coop 16" for tokens in (16, 32, 64)}
+    profile = replace(NUMPY_PROFILE, simd=False, subgroup_size=32, features=frozenset(units), tuned=tuned)
+    token_ids, want = reference("mixtral")
+    model = Loaded(NumpyRuntime(profile), FOLDER / "mixtral")
+    assert worst(model.logits(token_ids, None), want) <= TOLERANCE
+    kernels = [step.kernel.name for step in model.runner.last_plan.steps]
+    assert kernels.count("matmul_coop.bf16.experts") == 4 and kernels.count("split_halves") == 4
 
 
 # -- files -------------------------------------------------------------------------------------------

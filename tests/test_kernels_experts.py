@@ -15,6 +15,7 @@ from weight_matrices import FORMATS, random_matrix, whole_blocks
 from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.experts import ExpertPart, expert_linear, pairs_per_tile
+from xinfer_vk.kernels.halves import halves_words, split_halves
 from xinfer_vk.kernels.layout import matrix_words
 from xinfer_vk.kernels.routing import (
     Routing,
@@ -209,6 +210,7 @@ class Product:
     shared_x: bool = True  # x has a row a token, not one a pair
     splits: tuple[int, ...] = ()  # first experts of the parts after the first
     kind: str = "any"
+    halves: bool = False  # x in two f16 planes, as matrix units take it
 
     @property
     def width(self) -> int:
@@ -266,9 +268,16 @@ class Product:
         if self.epilogue in ("add", "gated"):
             for pair, row in enumerate(self.before()):
                 rt.write(y.buffer, y.offset + pair * y_stride, row.view(np.uint32))
+        halves, room = None, len(values)
+        if self.halves:
+            words = halves_words(room, self.cols)
+            halves = Ref(rt.allocate("halves", 4 + words, BufferKind.SCRATCH), 4)
+            in_use = np.array([self.used * self.per_token // self.share], np.uint32)
+            rt.write(routing.buffer, routing.pairs_in_use, in_use)
+            steps += split_halves(x, x_stride, self.cols, halves, room, routing.buffer, routing.pairs_in_use)
         return steps + expert_linear(
             profile, self.fmt, parts, self.rows, self.cols, routing, x, x_stride, self.shared_x, y, y_stride,
-            self.epilogue,
+            self.epilogue, halves=halves,
         )  # fmt: skip
 
 
@@ -300,6 +309,15 @@ def test_products_of_few_and_many_tokens_equal_the_oracle(
         Product(fmt, 70, cols, 33, 31, tile=tile, shared_x=False),
     ):
         check_product(check_steps, profile, product)
+
+
+@pytest.mark.parametrize("fmt", ("f16", "q4_k"))
+def test_products_of_halves_equal_the_oracle(check_steps: CheckSteps, runtime: Any, fmt: str) -> None:
+    """What devices with matrix units run, with ordinary arithmetic where there are none."""
+    gpu, cols = replace(runtime.profile, simd=False), whole_blocks(fmt, 67)
+    for shared_x, epilogue in ((True, "swiglu"), (False, "store")):
+        product = Product(fmt, 150, cols, 33, 31, 5, 2, 16, epilogue, shared_x, (2,), halves=True)
+        check_product(check_steps, gpu, product)
 
 
 @pytest.mark.parametrize("kind", ("any", "few", "one"))

@@ -240,7 +240,7 @@ void main() {
                 const uint t = t0 + j * 16u + e / 4u, row = row0 + (e & 3u) * 4u;
                 const uvec2 a = cells[stage + e * 2u], b = cells[stage + e * 2u + 1u];
                 if (t < used)
-                    store(row, y_row(t), uintBitsToFloat(uvec4(a, b)) * scale_of(x_row(t)) + load_bias(row));
+                    store(row, t, uintBitsToFloat(uvec4(a, b)) * scale_of(x_row(t)) + load_bias(row));
             }
             barrier();
         }

@@ -15,8 +15,9 @@ from functools import cache
 import numpy as np
 
 from xinfer_vk.kernels.base import Ref, ceil_div
+from xinfer_vk.kernels.halves import read_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words
-from xinfer_vk.kernels.matmul import EPILOGUES, apply_epilogue, choose
+from xinfer_vk.kernels.matmul import EPILOGUES, SPLIT_FAMILIES, apply_epilogue, choose, choose_halves
 from xinfer_vk.kernels.routing import Routing, read_tiles
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
@@ -59,11 +60,12 @@ def expert_linear(
     y_stride: int,
     epilogue: str,
     label: str = "experts",
+    halves: Ref | None = None,
 ) -> list[Step]:
     """Steps that compute ``y[pair] = W_e x[row]``, ``e`` being the expert that the pair chose, for all
     pairs in use of ``routing``; ``W_e``: [rows, cols]. The row is the pair's token with ``x_of_tokens``,
-    else the pair. ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`.
-    One step a part; none waits for another.
+    else the pair. ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`, and so ``halves``, with room
+    for the tokens or for the pairs of ``routing``. One step a part; none waits for another.
 
     Raises ``ValueError`` for an epilogue or format that does not exist, and for experts that do not begin
     at a multiple of 4 words.
@@ -72,7 +74,11 @@ def expert_linear(
         raise ValueError(f"epilogue {epilogue!r} does not exist (there are: {', '.join(EPILOGUES)})")
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
-    plain, tile_rows, tile_pairs = choose(profile, fmt, cols, routing.tile, aligned)
+    if halves is None:
+        plain, tile_rows, tile_pairs = choose(profile, fmt, cols, routing.tile, aligned)
+    else:
+        plain, tile_rows, tile_pairs = choose_halves(profile, fmt, routing.tile)
+        x, x_stride = halves, routing.tokens if x_of_tokens else routing.pairs
     assert tile_pairs >= routing.tile, f"{plain.name} takes {tile_pairs} of {routing.tile} pairs"
     kernel = _with_experts(plain, fmt, routing.experts)
     steps: list[Step] = []
@@ -98,10 +104,15 @@ def expert_linear(
 @cache
 def _with_experts(plain: Kernel, fmt: str, count: int) -> Kernel:
     spec = tuple((name, count if name == "experts" else value) for name, value in plain.spec)
-    return replace(plain, name=f"{plain.name}.experts", spec=spec, oracle=_oracle(fmt))
+    return replace(
+        plain,
+        name=f"{plain.name}.experts",
+        spec=spec,
+        oracle=_oracle(fmt, plain.name.split(".")[0] in SPLIT_FAMILIES),
+    )
 
 
-def _oracle(fmt: str) -> Callable[[OracleCall], None]:
+def _oracle(fmt: str, halves: bool) -> Callable[[OracleCall], None]:
     def oracle(call: OracleCall) -> None:
         p, routing, y = call.p, call.u32("state"), call.f32("y")
         swiglu = EPILOGUES[p.epilogue] == "swiglu"
@@ -117,8 +128,12 @@ def _oracle(fmt: str) -> Callable[[OracleCall], None]:
             weights = call.cached(("w", fmt, start, p.rows, p.cols), dense)  # [rows, cols]
             pairs = routing[first:end].astype(np.int64)[:, None]
             x_row = pairs // p.per_token if p.x_of_tokens else pairs
-            x_at = p.x_offset + x_row * p.x_stride + np.arange(p.cols)
+            if halves:
+                used = int(x_row.max()) + 1
+                x = read_halves(call.u32("x"), p.x_offset, p.x_stride, used, p.cols)[x_row[:, 0]]
+            else:
+                x = call.f32("x")[p.x_offset + x_row * p.x_stride + np.arange(p.cols)]
             y_at = p.y_offset + pairs * p.y_stride + np.arange(p.rows // 2 if swiglu else p.rows)
-            y[y_at] = apply_epilogue(p.epilogue, call.f32("x")[x_at] @ weights.T, y[y_at])
+            y[y_at] = apply_epilogue(p.epilogue, x @ weights.T, y[y_at])
 
     return oracle

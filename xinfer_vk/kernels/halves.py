@@ -72,11 +72,11 @@ _KERNEL = Kernel(
 
 
 def split_halves(
-    x: Ref, x_stride: int, cols: int, halves: Ref, tokens: int, state: Buffer, count: str = "tokens"
+    x: Ref, x_stride: int, cols: int, halves: Ref, tokens: int, state: Buffer, count: str | int = "tokens"
 ) -> list[Step]:
     """The step that makes ``halves`` of the rows in use of ``x`` ([tokens][x_stride] f32, ``cols`` of each);
     ``halves`` has :func:`halves_words` words and begins at a multiple of 4. ``count``: see
-    :func:`xinfer_vk.kernels.matmul.linear`."""
+    :func:`xinfer_vk.kernels.matmul.linear`, or the word of ``state`` with the number of rows in use."""
     if halves.offset % 4:
         raise ValueError(f"halves begin at word {halves.offset}: must be a multiple of 4")
     return [
@@ -85,7 +85,7 @@ def split_halves(
             {"x": x.buffer, "state": state, "halves": halves.buffer},
             {
                 "x_offset": x.offset, "x_stride": x_stride, "cols": cols, "offset": halves.offset,
-                "tokens": tokens, "count_at": COUNTS[count],
+                "tokens": tokens, "count_at": COUNTS[count] if isinstance(count, str) else count,
             },
             (tokens,),
         )

@@ -170,6 +170,12 @@ def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bo
     return _matmul(profile, fmt, tokens, aligned)
 
 
+def choose_halves(profile: DeviceProfile, fmt: str, tokens: int) -> Choice:
+    """The kernel for the halves of ``tokens`` rows of x, on matrix units."""
+    fitting = [tile for tile in COOP_TOKENS if coop_bytes(tile) <= profile.max_shared_bytes]
+    return _coop(profile, fmt, _up_to(tokens, fitting))
+
+
 def variants(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> dict[str, Choice]:
     """Every kernel that can make products of ``tokens`` rows of x, by name, the one of :func:`choose` first.
     Those whose name begins with "coop" take x in halves (:mod:`xinfer_vk.kernels.halves`)."""
@@ -208,6 +214,14 @@ def tuned_key(fmt: str, rows: int, cols: int, tokens: int) -> str:
 def tuned_variant(profile: DeviceProfile, fmt: str, rows: int, cols: int, tokens: int) -> str:
     """The name of the variant that was found fastest on this device, "default" where none was looked for."""
     return profile.tuned.get(tuned_key(fmt, rows, cols, tokens), "default")
+
+
+def tuned_halves(profile: DeviceProfile, fmt: str, tokens: int) -> bool:
+    """Whether matrix units were found right, and fastest, for any matrix in ``fmt`` and so many rows of x."""
+    return any(
+        name.startswith("coop") and key.startswith(f"{fmt} ") and key.endswith(f" for {tokens}")
+        for key, name in profile.tuned.items()
+    )
 
 
 def linear(
@@ -250,9 +264,10 @@ def linear(
     if variant is None:
         variant = tuned_variant(profile, fmt, sum(part.rows for part in parts), cols, tokens)
     if halves is not None:
-        fitting = [tile for tile in COOP_TOKENS if coop_bytes(tile) <= profile.max_shared_bytes]
-        tile = int(variant.split()[1]) if variant.startswith("coop") else _up_to(tokens, fitting)
-        kernel, tile_rows, tile_tokens = _coop(profile, fmt, tile)
+        tile = int(variant.split()[1]) if variant.startswith("coop") else 0
+        kernel, tile_rows, tile_tokens = (
+            _coop(profile, fmt, tile) if tile else choose_halves(profile, fmt, tokens)
+        )
         x, x_stride = halves, tokens
     else:
         known = variants(profile, fmt, cols, tokens, aligned)

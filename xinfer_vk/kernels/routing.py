@@ -36,7 +36,7 @@ class Routing:
     A pair ``token * per_token + slot`` is a row of every intermediate result of the experts. ``tile``:
     the most pairs that a product takes at once. In words of the buffer: ``weights`` f32 and ``chosen``,
     one a pair; ``pairs_list``, the pairs tile by tile; ``tiles``: their number, then of each its expert
-    and where its pairs begin and end (include/rows.glsl).
+    and where its pairs begin and end (include/rows.glsl); ``pairs_in_use``: their number.
     """
 
     buffer: Buffer
@@ -72,10 +72,14 @@ class Routing:
     def tiles(self) -> int:
         return self.offset + 3 * self.pairs
 
+    @property
+    def pairs_in_use(self) -> int:
+        return self.offset + 6 * self.pairs + 1
+
 
 def routing_words(tokens: int, per_token: int) -> int:
     """Words of a :class:`Routing`, whatever its tiles are."""
-    return 6 * tokens * per_token + 1
+    return 6 * tokens * per_token + 2
 
 
 def route(
@@ -102,6 +106,7 @@ def route(
         bindings=("logits", "state", "routing"),
         params=(
             "logits_offset:u", "logits_stride:u", "weights_at:u", "chosen_at:u", "list_at:u", "tiles_at:u",
+            "pairs_at:u",
         ),
         spec=(
             ("local_size", lanes), ("experts", r.experts), ("per_token", r.per_token),
@@ -111,7 +116,7 @@ def route(
     )  # fmt: skip
     params = {
         "logits_offset": logits.offset, "logits_stride": logits_stride, "weights_at": r.weights,
-        "chosen_at": r.chosen, "list_at": r.pairs_list, "tiles_at": r.tiles,
+        "chosen_at": r.chosen, "list_at": r.pairs_list, "tiles_at": r.tiles, "pairs_at": r.pairs_in_use,
     }  # fmt: skip
     buffers = {"logits": logits.buffer, "state": state, "routing": r.buffer}
     return [make_step(kernel, buffers, params, (r.tokens,), "route")]
@@ -178,6 +183,7 @@ def _route_oracle(call: OracleCall) -> None:
     pairs = np.arange(chosen.size)
     call.f32("routing")[p.weights_at + pairs] = weights.reshape(-1)
     routing[p.chosen_at + pairs] = chosen.reshape(-1)
+    routing[p.pairs_at] = chosen.size
     if spec.pair_tiles:
         routing[p.list_at + pairs] = pairs
         write_tiles(routing, p.tiles_at, chosen.reshape(-1), p.list_at + pairs, p.list_at + pairs + 1)

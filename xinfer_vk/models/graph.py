@@ -17,7 +17,7 @@ from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
-from xinfer_vk.kernels.matmul import linear, tuned_variant
+from xinfer_vk.kernels.matmul import linear, tuned_halves, tuned_variant
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope
@@ -77,9 +77,9 @@ class Activations:
             1,
         )
         most, widest = max(tokens, outputs), max(c.hidden_size, q_dim, c.intermediate_size)
-        halves = halves_words(most, widest) if multiplies_halves(profile, most) else 0
         e, dense = c.experts, tokens if c.experts is None or not all(c.experts.layers) else 0
         pairs = 0 if e is None else tokens * e.per_token  # of a token and one of its experts
+        halves = max(halves_words(most, widest), halves_words(pairs, e.width) if e else 0)
         sizes = {
             "residual": (tokens, c.hidden_size),  # x: the residual stream
             "normed": (tokens, c.hidden_size),  # RMSNorm(x), input of the projections
@@ -94,7 +94,10 @@ class Activations:
             "final": (outputs, c.hidden_size),  # RMSNorm(x) of the rows that want logits
             "logits": (outputs, c.vocab_size),
             "ordered": (most, ordered_width),  # a product's input in its matrix' order
-            "halves": (1, halves),  # a product's input in two f16 planes, for matrix units
+            "halves": (
+                1,
+                halves if multiplies_halves(profile, most) else 0,
+            ),  # a product's input in two f16 planes, for matrix units
             "partials": (1, partials),
         }
         total, offsets = 0, {}
@@ -270,9 +273,17 @@ class Graph:
     ) -> None:
         """``out[pair] = x[pair] W_eᵀ``, or x of the pair's token, with the expert e that the pair chose;
         ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`.  [T * per_token, out features]"""
+        halves, r = None, routing
+        if tuned_halves(self.profile, weights.fmt, r.tile):
+            rows, counted = (r.tokens, self.state) if x_of_tokens else (r.pairs, r.buffer)
+            halves = self.act.halves
+            self.steps += split_halves(
+                x.ref, x.stride, weights.cols, halves, rows, counted,
+                "tokens" if x_of_tokens else r.pairs_in_use,
+            )  # fmt: skip
         self.steps += expert_linear(
-            self.profile, weights.fmt, weights.parts, weights.rows, weights.cols, routing, x.ref, x.stride,
-            x_of_tokens, out.ref, out.stride, epilogue, label,
+            self.profile, weights.fmt, weights.parts, weights.rows, weights.cols, r, x.ref, x.stride,
+            x_of_tokens, out.ref, out.stride, epilogue, label, halves,
         )  # fmt: skip
 
     def combine(self, routing: Routing, x: Rows, out: Rows) -> None:
