@@ -219,6 +219,17 @@ def test_a_gguf_file_keeps_all_it_says(tmp_path: Path) -> None:
     assert np.array_equal(before.tensors["output_norm.weight"].data, after.tensors["output_norm.weight"].data)
 
 
+def test_experts_are_quantized_and_their_router_is_not(tmp_path: Path) -> None:
+    write_gguf_of(MODELS / "families" / "mixtral", tmp_path / "in.gguf")
+    quantize_model(tmp_path / "in.gguf", tmp_path / "out.gguf", "q8_0")
+    before, after = (read_gguf(tmp_path / f"{name}.gguf").tensors for name in ("in", "out"))
+    experts, router = "blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_inp.weight"
+    assert len(before[experts].shape) == 3
+    values = before[experts].data.view(np.float32).reshape(-1, before[experts].shape[-1])
+    assert np.array_equal(after[experts].rows(), quantize_rows("q8_0", values, "w"))
+    assert after[router].fmt == "f32" and np.array_equal(after[router].data, before[router].data)
+
+
 def test_a_low_bit_file_needs_a_word_to_be_converted(tmp_path: Path) -> None:
     config = tiny_config("qwen2", **K_SIZES)
     values = write_gguf_model(tmp_path / "in.gguf", config, fmt="q4_1")
