@@ -304,3 +304,11 @@ def check_steps(runtime: Any) -> CheckSteps:
         }
 
     return check
+
+
+@pytest.fixture
+def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decode step is a step of its own, for tests that count them."""
+    from xinfer_vk.engine import runner
+
+    monkeypatch.setattr(runner, "AHEAD_S", 0.0)

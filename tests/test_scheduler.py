@@ -267,6 +267,7 @@ def test_streams_made_before_a_larger_one_still_run(tiny_model: Path) -> None:
         assert len(small.result.token_ids) == 4
 
 
+@pytest.mark.usefixtures("step_by_step")
 def test_an_error_hands_over_what_there_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = llm._runner_for(96, 2, 192)
     run, calls = runner.run, [0]

@@ -21,6 +21,8 @@ from xinfer_vk.engine.runner import Chunk, ModelRunner
 from xinfer_vk.engine.session import ChatSession, ChatStream, common_prefix
 from xinfer_vk.errors import ModelError, NumericError, UsageError
 
+pytestmark = pytest.mark.usefixtures("step_by_step")  # test_ahead.py has several steps in one
+
 TOLERANCE = 1e-4  # log-probabilities, f32 cache: the same sums in another order
 CONTEXT = 256
 

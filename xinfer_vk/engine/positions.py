@@ -35,11 +35,11 @@ class RopeTables:
     def __init__(self, runtime: Runtime, config: ModelConfig, positions: int, max_tokens: int) -> None:
         self._runtime, self._config = runtime, config
         scaling = config.rope_scaling
-        self._by_length = scaling is not None and scaling.depends_on_length
+        self.by_length = scaling is not None and scaling.depends_on_length
         self._buffers: list[Buffer] = []
         self.tables: dict[str, RopeTable] = {}
         try:
-            if self._by_length:
+            if self.by_length:
                 words = max_tokens * config.rotary_dim
                 self.tables["global"] = RopeTable(self._allocate("global", words, BufferKind.STATE), True)
             else:
@@ -53,7 +53,7 @@ class RopeTables:
     def write(self, chunks: Sequence[tuple[CachedSequence, int]]) -> None:
         """Before a step: the angles of the next ``count`` tokens of each sequence, where they depend on its
         length."""
-        if not self._by_length:
+        if not self.by_length:
             return
         rows = []
         for sequence, count in chunks:

@@ -32,6 +32,8 @@ Head: TypeAlias = Literal["argmax", "logits", "logprobs"] | SamplerVariant
 
 LONG_STEP_S = 0.4  # a dispatch that takes longer is for too many tokens: drivers give up on those of seconds
 FEWEST_PREFILL_TOKENS = 64  # fewer would read the weights too often
+MAX_AHEAD = 8  # decode steps in one plan
+AHEAD_S = 0.05  # and so long at most: nobody waits longer for a token, or for a stop
 MAX_OUTPUTS = 32  # rows of logits kept at once: 32 x 152k x 4 bytes = 19 MB for Qwen2.5
 
 
@@ -80,7 +82,8 @@ class ModelRunner:
         self.device_s = 0.0  # from submits to their ends, so far; what else a step takes is the host's
         self.bytes_read = 0
         self.compile_s = 0.0  # spent on making pipelines and recording plans
-        self._plans: dict[tuple[int, int, Head], tuple[Recorded, Plan]] = {}
+        self._plans: dict[tuple[int, int, Head, int], tuple[Recorded, Plan]] = {}
+        self._step_s: dict[tuple[int, int], float] = {}  # of a decode step, by tokens and outputs
         self._table_stride = cache.blocks_per_sequence
         words = state_layout.state_words(cache.max_sequences, self._table_stride)
         self._host_state = np.zeros(words, np.uint32)
@@ -90,7 +93,7 @@ class ModelRunner:
         self.rope = RopeTables(runtime, config, cache.capacity, self.max_tokens)
         try:
             self._state = self._allocate("step state", words, BufferKind.STATE)
-            self._result = self._allocate("result tokens", self.max_outputs, BufferKind.RESULT)
+            self._result = self._allocate("result tokens", self.max_outputs * MAX_AHEAD, BufferKind.RESULT)
             self._activations = Activations(
                 runtime,
                 config,
@@ -132,7 +135,9 @@ class ModelRunner:
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
         recorded, self.last_plan = self._plan(bucket(total), bucket(rows), head)
+        began = time.perf_counter()
         recorded.run()
+        self._note_time(total, rows, time.perf_counter() - began)
         self.device_s += recorded.seconds
         if recorded.longest_step_s > LONG_STEP_S and total > FEWEST_PREFILL_TOKENS:
             self.prefill_tokens = min(self.prefill_tokens, bucket(total) // 2)
@@ -140,6 +145,48 @@ class ModelRunner:
             chunk.sequence.length += len(chunk.token_ids)
         self.steps_run += 1
         return self._finish(chunks, rows, head)
+
+    def run_ahead(self, chunks: Sequence[Chunk], head: Head, steps: int) -> np.ndarray:
+        """Several decode steps in one: each chunk is the last token of a sequence, and what a step chooses is
+        the next one's input. ``int64 [steps, chunks]``; fewer steps where a later one had NaN in its logits.
+        ``head`` is argmax or a :class:`SamplerVariant` without log-probabilities. The cache holds the inputs
+        of all steps afterwards.
+
+        Raises what :meth:`run` raises."""
+        assert all(len(chunk.token_ids) == 1 and chunk.outputs == "last" for chunk in chunks)
+        assert 1 < steps <= MAX_AHEAD and not self.rope.by_length
+        for chunk in chunks:
+            self.cache.reserve(chunk.sequence, steps)
+        rows = self._prepare(chunks)
+        recorded, self.last_plan = self._plan(bucket(rows), bucket(rows), head, steps)
+        began = time.perf_counter()
+        recorded.run()
+        self._note_time(rows, rows, (time.perf_counter() - began) / steps)
+        self.steps_run += steps
+        words = self.runtime.read(self._result, 0, (steps - 1) * self.max_outputs + rows)
+        self.bytes_read += steps * rows * words.itemsize
+        chosen = np.stack([words[i * self.max_outputs :][:rows] for i in range(steps)])
+        check_tokens(chosen[0], [chunk.sequence.length + 1 for chunk in chunks], self.steps_run - steps + 1)
+        valid = (chosen < self.config.vocab_size).all(axis=1)
+        good = steps if valid.all() else int(valid.argmin())  # what went wrong is run again, and told then
+        for chunk in chunks:
+            chunk.sequence.length += good
+        return chosen[:good].astype(np.int64)
+
+    def steps_ahead(self, sequences: int, most: int) -> int:
+        """How many decode steps of so many sequences may be run as one: a power of two, at most ``most``,
+        and no more than fit in :data:`AHEAD_S` as far as is known."""
+        step_s = self._step_s.get((bucket(sequences), bucket(sequences)))
+        if step_s is None or self.rope.by_length:
+            return 1
+        fitting = min(most, MAX_AHEAD, int(AHEAD_S / max(step_s, 1e-6)))
+        return 1 << max(fitting, 1).bit_length() - 1
+
+    def _note_time(self, tokens: int, outputs: int, seconds: float) -> None:
+        """Remember what a decode step takes: the shortest time lately, since the first one of a plan and
+        those of a busy machine say little."""
+        key = (bucket(tokens), bucket(outputs))
+        self._step_s[key] = min(seconds, self._step_s.get(key, seconds) * 1.1)
 
     def time_steps(self, chunks: Sequence[Chunk], repeats: int) -> tuple[Plan, np.ndarray]:
         """The plan that :meth:`run` would replay for ``chunks`` with argmax, and the device's time of each of
@@ -149,7 +196,7 @@ class ModelRunner:
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        plan = self._make_plan(bucket(total), bucket(rows), "argmax")
+        plan = self._make_plan(bucket(total), bucket(rows), "argmax", 1)
         recorded = self.runtime.prepare(plan, timed=True)
         times = []
         for _ in range(repeats):
@@ -220,16 +267,17 @@ class ModelRunner:
 
     # -- run ----------------------------------------------------------------------------------
 
-    def _plan(self, tokens: int, outputs: int, head: Head) -> tuple[Recorded, Plan]:
-        key = (tokens, outputs, head)
+    def _plan(self, tokens: int, outputs: int, head: Head, ahead: int = 1) -> tuple[Recorded, Plan]:
+        key = (tokens, outputs, head, ahead)
         if key not in self._plans:
             began = time.perf_counter()
-            plan = self._make_plan(tokens, outputs, head)
+            plan = self._make_plan(tokens, outputs, head, ahead)
             self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), plan)
             self.compile_s += time.perf_counter() - began
         return self._plans[key]
 
-    def _make_plan(self, tokens: int, outputs: int, head: Head) -> Plan:
+    def _make_plan(self, tokens: int, outputs: int, head: Head, ahead: int) -> Plan:
+        """``ahead`` steps one after the other, whose results lie ``max_outputs`` words apart."""
         graph = Graph(
             self.runtime.profile,
             self.config,
@@ -240,16 +288,20 @@ class ModelRunner:
             cache=self.cache,
             rope_tables=self.rope.tables,
         )
-        family(self.config.architecture).forward(graph, self.weights)
-        if outputs:
-            self._add_head(graph, outputs, head)
-        return graph.plan(f"{tokens} tokens, {outputs} outputs, {head}")
+        for step in range(ahead):
+            result = Ref(self._result, step * self.max_outputs)
+            if step:
+                graph.advance(Ref(self._result, (step - 1) * self.max_outputs))
+            family(self.config.architecture).forward(graph, self.weights)
+            if outputs:
+                self._add_head(graph, outputs, head, result)
+        return graph.plan(f"{tokens} tokens, {outputs} outputs, {head}" + (f", {ahead} steps" * (ahead > 1)))
 
-    def _add_head(self, graph: Graph, outputs: int, head: Head) -> None:
+    def _add_head(self, graph: Graph, outputs: int, head: Head, result: Ref) -> None:
         """What is done with the logits on the device."""
-        logits, result = self._activations.logits, Ref(self._result, 0)
+        logits = self._activations.logits
         if head == "argmax":
-            graph.argmax(self._result)
+            graph.argmax(result)
         elif head == "logprobs":
             graph.steps.append(
                 self.sampler.logprobs_step(logits.ref, logits.stride, outputs, result, self._state)

@@ -196,6 +196,10 @@ class Scheduler:
             return
         choosing = [g for g, c in batch if c.outputs == "last"]
         head = self._head(choosing)
+        ahead = self._steps_ahead(batch, head)
+        if ahead > 1:
+            self._run_ahead(batch, head, ahead)
+            return
         decoding = any(g.prefilled for g, _ in batch)
         out = self.runner.run([c for _, c in batch], head)
         if decoding or not self._decoded:
@@ -206,6 +210,36 @@ class Scheduler:
         for row, generation in enumerate(choosing):
             token, logprobs = self._choice(out, row, generation, head)
             generation.accept(token, logprobs, now, compile_s)
+
+    def _steps_ahead(self, batch: list[tuple[Generation, Chunk]], head: Head) -> int:
+        """How many steps may be run before the host looks: one, where it has a say in what comes next."""
+        if self._waiting or head in ("logits", "logprobs") or len(batch) < len(self._running):
+            return 1
+        for generation, _ in batch:
+            p = generation.params
+            if not generation.prefilled or p.stop or p.bad_words or p.logprobs is not None:
+                return 1
+        left = min(g.params.max_new_tokens - len(g.generated) for g, _ in batch)
+        return self.runner.steps_ahead(len(batch), left)
+
+    def _run_ahead(self, batch: list[tuple[Generation, Chunk]], head: Head, steps: int) -> None:
+        """Several decode steps at once. What a generation chose after its end is thrown away."""
+        began, compiled = time.perf_counter(), self.runner.compile_s
+        before = [chunk.sequence.length for _, chunk in batch]
+        out = self.runner.run_ahead([chunk for _, chunk in batch], head, steps)
+        self._decoded, self.dispatches = True, self.runner.last_dispatches // steps
+        compile_s = self.runner.compile_s - compiled
+        each = (time.perf_counter() - began - compile_s) / steps
+        for generation, _ in batch:
+            generation.metrics.compile_s += compile_s
+        for step, tokens in enumerate(out):
+            now = began + compile_s + (step + 1) * each
+            for (generation, chunk), length, token in zip(batch, before, tokens):
+                if generation.finish_reason is None:
+                    self.tokens_chosen += 1
+                    generation.accept(int(token), None, now, compile_s if step == 0 else 0.0)
+                    if generation.finish_reason is not None:
+                        self.runner.cache.truncate(chunk.sequence, length + step + 1)
 
     def _note_prompts(self, batch: list[tuple[Generation, Chunk]], began: float, compiled: float) -> None:
         now, compile_s = time.perf_counter(), self.runner.compile_s - compiled

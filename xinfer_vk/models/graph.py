@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xinfer_vk.cache import KVCache
+from xinfer_vk.kernels.advance import advance
 from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
 from xinfer_vk.kernels.attention import attention, partial_words
 from xinfer_vk.kernels.base import Ref
@@ -353,13 +354,17 @@ class Graph:
                 self.profile, logits.ref, logits.stride, self.config.vocab_size, cap, self.outputs, self.state
             )
 
-    def argmax(self, result: Buffer) -> None:
+    def argmax(self, result: Ref) -> None:
         """``result[i] = argmax(logits[i])``; a row with NaN gives 0xFFFFFFFF."""
         logits = self.act.logits
         self.steps += argmax(
-            self.profile, logits.ref, logits.stride, self.config.vocab_size, self.outputs, Ref(result, 0),
+            self.profile, logits.ref, logits.stride, self.config.vocab_size, self.outputs, result,
             self.act.partials, self.state,
         )  # fmt: skip
+
+    def advance(self, result: Ref) -> None:
+        """``result[i]``, the token that row ``i`` chose, is its input of the next step."""
+        self.steps += advance(self.profile, result, self.config.vocab_size, self.outputs, self.state)
 
     def plan(self, name: str) -> Plan:
         return Plan(name, tuple(self.steps))

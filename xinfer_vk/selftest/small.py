@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from xinfer_vk.kernels import kv
+from xinfer_vk.kernels import state as st
+from xinfer_vk.kernels.advance import advance
 from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_region import copy_kv
@@ -254,13 +256,30 @@ def _argmax(n: int) -> Build:
     return build
 
 
+# -- advance -----------------------------------------------------------------------------------------
+
+
+def _advance(bench: Bench) -> list[Step]:
+    """Positions within a block, at its last token, and a row in which no token was chosen."""
+    batch = Batch(((30, 2), (31, 2), (64, 2)), 8, outputs=(0, 1, 2))
+    words = batch.state(np.arange(6))
+    words[st.POSITION : st.POSITION + 3] = 30, 31, 64
+    words[st.SEQUENCE : st.SEQUENCE + 3] = 0, 1, 2
+    state = bench.filled("state", words)  # a STATE buffer's words on the device cannot be read back
+    result = bench.filled("result", np.array([9, 9, 9, 9, 7, 99, 0xFFFFFFFF], np.uint32))
+    return advance(bench.profile, Ref(result, 4), 100, 8, state)
+
+
 # -- the list ----------------------------------------------------------------------------------------
 
 RAGGED = Batch(((0, 3), (31, 33), (7, 1), (64, 5)), rows=48)
 
 
 def _cases() -> list[Case]:
-    cases: list[Case] = []
+    views = {"state": "u32", "result": "u32"}
+    cases: list[Case] = [
+        *kernel_cases("advance", "three sequences", _advance, EXACT, views=views, classes=OWN_AND_GPU)
+    ]
     for count in (1, 3, 257, 70001):
         name, views = f"{count} words", {"source": "u32", "target": "u32"}
         cases += kernel_cases("copy_words", name, _copy_words(count), EXACT, views=views, quick=count != 3)

@@ -1,0 +1,160 @@
+"""Several decode steps in one submit give what steps one by one give: tokens, ends, cache and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_model import write_chat_model
+
+from xinfer_vk import LLM
+from xinfer_vk.engine import runner as runner_module
+from xinfer_vk.engine.runner import ModelRunner
+from xinfer_vk.errors import NumericError
+
+PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 30, [100]]
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.2, "top_k": 40, "top_p": 0.95, "seed": 3},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 4},
+    "an earliest end": {"temperature": 1.0, "min_new_tokens": 7, "seed": 5},
+}
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps run as one by each call: as many as are allowed, however slow the machine is."""
+    told: list[int] = []
+    real = ModelRunner.run_ahead
+
+    def run_ahead(self: ModelRunner, chunks: Any, head: Any, steps: int) -> np.ndarray:
+        told.append(steps)
+        return real(self, chunks, head, steps)
+
+    monkeypatch.setattr(ModelRunner, "run_ahead", run_ahead)
+    monkeypatch.setattr(runner_module, "AHEAD_S", 1e6)
+    return told
+
+
+@pytest.fixture(scope="module")
+def on_numpy(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as opened:
+        yield opened
+
+
+def one_by_one(llm: LLM, **fields: Any) -> list[Any]:
+    before, runner_module.AHEAD_S = runner_module.AHEAD_S, 0.0
+    try:
+        return llm.batch(PROMPTS, **fields)
+    finally:
+        runner_module.AHEAD_S = before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_is_the_same_in_steps_of_many(way: str, on_numpy: LLM, ahead: list[int]) -> None:
+    fields = {"max_new_tokens": 21, "ignore_eos": way != "an earliest end", **WAYS[way]}
+    want = one_by_one(on_numpy, **fields)
+    assert not ahead
+    got = on_numpy.batch(PROMPTS, **fields)
+    assert 8 in ahead and {4, 2} & set(ahead)  # the last tokens come in smaller steps
+    assert [r.token_ids for r in got] == [r.token_ids for r in want]
+    assert [r.finish_reason for r in got] == [r.finish_reason for r in want]
+    assert [len(r.metrics.token_s) for r in got] == [len(r.metrics.token_s) for r in want]
+
+
+@pytest.mark.parametrize("memory", ["unified", "discrete"])
+def test_a_device_gives_the_same(
+    memory: str, device: Any, tiny_model: Path, ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XINFER_VK_MEMORY", memory)
+    with LLM(tiny_model, device=str(device.index), kv_dtype="f32", context=96) as llm:
+        for way in ("greedy", "penalties"):
+            fields = {"max_new_tokens": 13, "ignore_eos": True, **WAYS[way]}
+            want = one_by_one(llm, **fields)
+            assert [r.token_ids for r in llm.batch(PROMPTS, **fields)] == [r.token_ids for r in want]
+        assert 8 in ahead
+
+
+def test_ends_within_a_step_are_kept_and_the_rest_is_thrown_away(on_numpy: LLM, ahead: list[int]) -> None:
+    whole = one_by_one(on_numpy, max_new_tokens=20, ignore_eos=True)
+    ends = [r.token_ids[i] for r, i in zip(whole, (3, 5, 8, 13))]
+    results = on_numpy.batch(PROMPTS, max_new_tokens=20, ignore_eos=True, stop_token_ids=ends)
+    assert ahead
+    for result, full in zip(results, whole):
+        first = min(i for i, token in enumerate(full.token_ids) if token in ends)
+        assert result.token_ids == full.token_ids[:first]
+        assert result.finish_reason == "stop" and result.stop == full.token_ids[first]
+    cache = on_numpy._runner.cache
+    assert cache.allocator.free_blocks == cache.allocator.count and cache.in_use == 0
+
+
+def test_a_conversation_goes_on_from_what_is_in_the_cache(
+    ahead: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns that a token ends within a step: what was run beyond must not be taken for the conversation's."""
+    with LLM(write_chat_model(tmp_path / "tiny"), device="numpy", kv_dtype="f32", context=256) as llm:
+
+        def turns(**ends: Any) -> list[list[int]]:
+            session = llm.chat(max_new_tokens=15, temperature=1.0, seed=2, **ends)
+            answers = []
+            for text in ("one", "two", "three"):
+                stream = session.send(text)
+                for _ in stream:
+                    pass
+                answers.append(list(stream.result.token_ids))
+            return answers
+
+        whole = turns()
+        ends = {"stop_token_ids": [answer[4] for answer in whole]}
+        got = turns(**ends)
+        assert 8 in ahead
+        monkeypatch.setattr(runner_module, "AHEAD_S", 0.0)
+        assert turns(**ends) == got
+        assert turns() == whole
+
+
+def test_what_the_host_must_see_is_run_step_by_step(on_numpy: LLM, ahead: list[int]) -> None:
+    for fields in ({"stop": ["zzz"]}, {"logprobs": 1}, {"bad_words": ["the"]}):
+        on_numpy.generate(PROMPTS[0], max_new_tokens=6, ignore_eos=True, **fields)
+    on_numpy.sampler = "cpu"
+    on_numpy.generate(PROMPTS[0], max_new_tokens=6, ignore_eos=True, temperature=1.0)
+    on_numpy.sampler = "device"
+    assert not ahead
+
+
+def test_a_slow_device_is_asked_for_every_token(on_numpy: LLM, ahead: list[int], monkeypatch) -> None:
+    monkeypatch.setattr(runner_module, "AHEAD_S", 1e-9)
+    on_numpy.generate(PROMPTS[0], max_new_tokens=6, ignore_eos=True)
+    assert not ahead
+
+
+def test_tokens_before_a_nan_are_kept(on_numpy: LLM, ahead: list[int], monkeypatch) -> None:
+    """The fifth token's logits are NaN: four come out, and the error names its step."""
+    whole = one_by_one(on_numpy, max_new_tokens=8, ignore_eos=True)[0].token_ids
+    real = on_numpy.runtime.read
+    runner = on_numpy._runner
+
+    def read(buffer: Any, offset: int, count: int) -> np.ndarray:
+        words = real(buffer, offset, count)
+        if buffer is runner._result and count > runner.max_outputs:
+            words[3 * runner.max_outputs] = 0xFFFFFFFF
+        return words
+
+    monkeypatch.setattr(on_numpy.runtime, "read", read)
+    seen: list[int] = []
+    out = on_numpy.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True)
+    seen = list(out.token_ids)
+    assert tuple(seen) == whole  # the step is run again, alone, and here it is right then
+
+    def always(buffer: Any, offset: int, count: int) -> np.ndarray:
+        words = read(buffer, offset, count)
+        if buffer is runner._result and count <= runner.max_outputs and len(ahead) > 1:
+            words[:] = 0xFFFFFFFF
+        return words
+
+    monkeypatch.setattr(on_numpy.runtime, "read", always)
+    with pytest.raises(NumericError, match="NaN"):
+        on_numpy.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
