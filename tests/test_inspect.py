@@ -25,7 +25,7 @@ def test_a_model_that_can_be_run(tiny_model: Path) -> None:
     assert found.weights == weights and found.bits_per_weight == 32
     assert found.tokenizer["kind"] == "byte-level BPE" and found.tokenizer["around_a_text"] == {}
     assert "<|im_end|>" in found.tokenizer["ends"].values()
-    assert found.chat_template["present"]
+    assert found.chat_template["present"] and found.chat_template["variables"] == ["tools"]
 
 
 def test_formats_of_a_gguf_file(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def _print(found: Inspection) -> None:
         rows.append(("", f"a text ends at {_tokens(t['ends']) or 'no token'}"))
     if t := found.chat_template:
         rows.append(("chat template", f"{t['characters']} characters" if t["present"] else "none"))
+        if t.get("variables"):
+            rows.append(("", f"--template-arg can set {', '.join(t['variables'])}"))
     rows += [("not supported", problem) for problem in found.unsupported] or [("", "can be run")]
     say(found.name)
     for name, text in rows:

@@ -148,4 +148,9 @@ def _chat_template(source: ModelSource) -> dict[str, Any]:
     template = ChatTemplate.from_source(source)
     if template.fallback:
         return {"present": False}
-    return {"present": True, "characters": len(template.text), "where": template.where}
+    return {
+        "present": True,
+        "characters": len(template.text),
+        "where": template.where,
+        "variables": sorted(template.variables),
+    }
