@@ -303,16 +303,16 @@ def results(tmp_path):
 
 
 def test_compare_tells_ratios_their_noise_and_what_differs(capsys, results):
-    a = results("a.json", [record(), record("pp8"), record("tg8 @ d4")])
+    a = results("a.json", [record(features=["x", "y"]), record("pp8"), record("tg8 @ d4")])
     faster = record(runs=(0.5, 0.51, 0.49), device="b")
-    same = record("pp8", runs=(1.02, 0.98, 1.0), device="b", version="2")
+    same = record("pp8", runs=(1.02, 0.98, 1.0), device="b", version="2", features=["y", "z"])
     b = results("b.jsonl", [same, faster, record("tg9", device="b")], lines=True)
     code, out, _ = bench(capsys, "compare", a, b)
     assert code == 0
     tg, pp = (next(line for line in out.splitlines() if f"| {test} " in line) for test in ("tg8", "pp8"))
     assert "2.000" in tg and " 16.0 | " in tg and " 32.0 | " in tg and "faster" in tg
-    assert "1.000" in pp and "same" in pp
-    assert "device: a → b" in out and "version: 1 → 2" in out
+    assert "1.000" in pp and "within noise" in pp
+    assert "device: a → b" in out and "version: 1 → 2" in out and "features: +z -x" in out
     assert f"only in {a}: m f16 tg8 @ d4" in out and f"only in {b}: m f16 tg9" in out
     assert "geometric mean of 2 ratios: 1.414" in out
     assert json.loads(bench(capsys, "compare", a, b, "--json")[1])["rows"][0]["ratio"] == pytest.approx(2)

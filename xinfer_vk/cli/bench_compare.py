@@ -34,7 +34,7 @@ def command(before: str, after: str, as_json: bool) -> None:
     """Compare two files that bench wrote with --output json or jsonl: two commits, devices or machines.
 
     A ratio above 1 means that AFTER is faster. Its noise is the 95 % interval that the spread of the runs
-    gives; "same" means that the ratio is not farther from 1 than that. Drift between the two is not in it.
+    gives; a ratio that is not farther from 1 is within noise. Drift between the two is not in it.
     """
     a, b = read_results(before), read_results(after)
     if max(len({r["device"] for r in side.values()}) for side in (a, b)) == 1:  # two vendors, two machines
@@ -48,7 +48,7 @@ def command(before: str, after: str, as_json: bool) -> None:
         say_json({"before": before, "after": after, "different": changed, "only_in": only, "rows": rows})
         return
     for name, (was, now) in changed.items():
-        say(f"{name}: {was} → {now}")
+        say(f"{name}: {described(was, now)}")
     cells = [
         [
             *(str(row[name]) for name in KEY),
@@ -106,7 +106,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     runs = min(len(before), len(after))
     t = T_975[min(runs - 1, len(T_975)) - 1]  # the fewer runs decide: a little too cautious (Welch)
     noise = t * ratio * math.hypot(relative_error(before), relative_error(after))
-    verdict = "same" if abs(ratio - 1) <= noise else "faster" if ratio > 1 else "slower"
+    verdict = "within noise" if abs(ratio - 1) <= noise else "faster" if ratio > 1 else "slower"
     return {
         **{name: a[name] for name in KEY},
         "before_tok_per_s": statistics.median(before),
@@ -123,6 +123,14 @@ def relative_error(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.inf
     return 1.2533 * statistics.stdev(values) / math.sqrt(len(values)) / statistics.median(values)
+
+
+def described(was: Any, now: Any) -> str:
+    """``a → b``, or for lists what came and what went."""
+    if isinstance(was, list) and isinstance(now, list):
+        came, went = [f"+{x}" for x in now if x not in was], [f"-{x}" for x in was if x not in now]
+        return " ".join([*came, *went])
+    return f"{was} → {now}"
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
