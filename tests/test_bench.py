@@ -210,7 +210,7 @@ GPU = replace(
 def test_costs_do_not_depend_on_the_kernels_that_a_device_takes(tiny):
     costs = []
     for profile in (NUMPY_PROFILE, GPU):
-        subject = load_subject(NumpyRuntime(profile), "tiny:q8_0", synthetic=True)
+        subject = load_subject(NumpyRuntime(profile), "tiny:q8_0", synthetic=True, tune="off")
         bench = Bench(subject, [Workload("pp", 99)], "f16")
         costs.append([bench.measure(t, 1, 0).cost for t in (Workload("pp", 99), Workload("tg", 2, 5))])
     assert costs[0] == costs[1]
@@ -235,8 +235,8 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
     assert [r["test"] for r in rows] == ["pp2", "tg1"]
     for name in (
         "version", "commit", "model", "format", "kv_dtype", "device", "driver", "subgroup_size", "layer",
-        "features", "warm_up", "synchronised", "prompt_tokens", "new_tokens", "batch", "depth", "tok_per_s",
-        "run_s", "bandwidth_share", "flops_share", "dispatches_per_step", "barriers_per_step",
+        "features", "warm_up", "tune", "synchronised", "prompt_tokens", "new_tokens", "batch", "depth",
+        "tok_per_s", "run_s", "bandwidth_share", "flops_share", "dispatches_per_step", "barriers_per_step",
         "bytes_read_per_token", "weight_bytes", "kv_bytes", "peak_device_bytes", "peak_host_bytes",
     ):  # fmt: skip
         assert all(name in r for r in rows), name

@@ -19,7 +19,7 @@ from xinfer_vk.errors import UsageError
 KEY = ("model", "kv_dtype", "test")  # rows that can be compared
 TOLD = (
     "version", "commit", "device", "driver", "layer", "features", "subgroup_size", "cpu", "system", "format",
-    "warm_up", "repeats",
+    "tune", "warm_up", "repeats",
 )  # fmt: skip
 # Student's t, 97.5 %, by degrees of freedom from 1: how many standard errors a difference must be to mean
 # something, when the errors themselves come from so few runs.

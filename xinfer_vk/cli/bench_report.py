@@ -108,6 +108,7 @@ def as_record(
         "batch": m.test.batch,
         "repeats": repeats,
         "warm_up": warm_up,
+        "tune": subject.tune,
         "load_included": False,
         "synchronised": "every step",
         "tok_per_s": statistics.median(m.rates),
@@ -135,6 +136,7 @@ def as_record(
         "peak_device_bytes": counters.get("peak_bytes", subject.runtime.allocated_bytes),
         "peak_host_bytes": peak_host_bytes(),
         "load_s": subject.load_s,
+        "tune_s": subject.tune_s,
     }
 
 
@@ -279,8 +281,8 @@ def memory_line(r: Mapping[str, Any]) -> str:
     sizes = ("weight_bytes", "kv_bytes", "peak_device_bytes", "peak_host_bytes")
     weights, kv, device, host = (format_bytes(r[name]) for name in sizes)
     return (
-        f"{r['model']}: {weights} of weights, {kv} of KV cache, loaded in {r['load_s']:.2f} s; "
-        f"peak so far {device} on the device, {host} of the process"
+        f"{r['model']}: {weights} of weights, {kv} of KV cache, loaded in {r['load_s']:.2f} s, tuned "
+        f"in {r['tune_s']:.2f} s; peak so far {device} on the device, {host} of the process"
     )
 
 

@@ -51,6 +51,8 @@ class Subject:
     weights: DecoderWeights
     weight_bytes: int
     load_s: float
+    tune: Tune
+    tune_s: float
     runtime: Runtime
     planner: WeightPlanner = field(repr=False)
 
@@ -85,12 +87,13 @@ def load_subject(
         weights = family(source.config.architecture).load(planner, source.config)
         tell = progress or (lambda stage, done, total: None)
         planner.upload(runtime, lambda done, total: tell("loading weights", done, total))
+    loaded = time.perf_counter()
     tune_products(
         runtime, matrices(weights), tune, progress=lambda done, total: tell("choosing kernels", done, total)
     )
     return Subject(
         source.name, fmt, synthetic, source.config, weights, planner.total_bytes,
-        time.perf_counter() - began, runtime, planner,
+        loaded - began, tune, time.perf_counter() - loaded, runtime, planner,
     )  # fmt: skip
 
 
