@@ -199,3 +199,31 @@ def test_multimodal_models_that_are_not_supported_are_refused_by_name(
     with pytest.raises(ModelError) as caught:
         open_model(tmp_path)
     assert expected in str(caught.value)
+
+
+# -- fused projections -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_fused_projections_are_those_that_a_llama_has_apart(tmp_path: Path, kind: str) -> None:
+    config = tiny_config("llama", head_dim=None)
+    apart = random_tensors(config)
+    fused = {}
+    for name, values in apart.items():
+        module = name.split(".")[-2]
+        if module in ("q_proj", "gate_proj"):
+            others = ("q_proj", "k_proj", "v_proj") if module == "q_proj" else ("gate_proj", "up_proj")
+            name_of = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}[module]
+            parts = [apart[name.replace(module, other)] for other in others]
+            fused[name.replace(module, name_of)] = np.concatenate(parts)
+        elif module not in ("k_proj", "v_proj", "up_proj"):
+            fused[name] = values
+    write_hf_model(tmp_path / "llama", config, apart)
+    phi3 = {**config, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    write_hf_model(tmp_path / "phi3", phi3, fused)
+    tokens = list(range(7, 71, 3))
+    want, got = (
+        Loaded(NumpyRuntime(), tmp_path / name, quantize=None if kind == "f32" else kind).logits(tokens, None)
+        for name in ("llama", "phi3")
+    )
+    np.testing.assert_array_equal(got, want)

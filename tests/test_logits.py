@@ -21,6 +21,7 @@ from xinfer_vk.models.registry import family
 from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.formats import FORMATS
+from xinfer_vk.weights.quantize.loading import quantized
 from xinfer_vk.weights.source import open_model
 
 MODELS = sorted(p.parent for p in (Path(__file__).parent / "fixtures" / "models").glob("*/reference.npz"))
@@ -31,8 +32,12 @@ CHUNKINGS = [1, 5, 32, None]  # prefill chunk sizes; None: the whole prompt
 class Loaded:
     """A fixture model on a runtime, able to run several sequences."""
 
-    def __init__(self, runtime: Any, path: Path, kv_dtype: str = "f32", sequences: int = 3) -> None:
+    def __init__(
+        self, runtime: Any, path: Path, kv_dtype: str = "f32", sequences: int = 3, quantize: str | None = None
+    ) -> None:
         source = open_model(path)
+        if quantize is not None:
+            source, _ = quantized(source, quantize)
         planner = WeightPlanner(source, runtime.profile)
         self.config = source.config
         self.weights = family(self.config.architecture).load(planner, self.config)
