@@ -33,6 +33,7 @@ NOT_IN_GGUF = {
     "llama-dynamic": "dynamic scaling",
     "qwen3moe-every-second-layer": "MLPs of Qwen3-MoE",
     "gemma3-multimodal": "towers: its file has the text model alone",
+    "mistral3-multimodal": "towers: its file has the text model alone",
 }
 CHUNK, STEPS = 32, 7  # of the prompt, and tokens at its end that are decoded one by one
 
