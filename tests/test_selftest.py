@@ -64,6 +64,7 @@ def test_every_kernel_family_and_format_has_a_quick_case():
         "copy_words",
         "rmsnorm",
         "rope",
+        "norm_rope",
         "swiglu",
         "order_columns",
         "geglu",

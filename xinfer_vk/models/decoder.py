@@ -112,15 +112,17 @@ def attention_block(g: Graph, index: int, layer: Layer) -> None:
     g.linear(act.attended, layer.output, act.residual, "add", "attention output")
 
 
-def attend(g: Graph, index: int) -> None:
+def attend(g: Graph, index: int, head_norms: tuple[Ref, Ref] | None = None) -> None:
     """``attended = attention(rope(q), rope(k), v)`` of what :attr:`~Activations.qkv` holds, over the
-    cache, with the window and the positions of layer ``index``."""
+    cache, with the window and the positions of layer ``index``. ``head_norms``: weights by which each query
+    and each key head is normalized first."""
     c, act = g.config, g.act
     q, k = act.qkv, act.qkv.columns(c.q_dim)
     v = k.columns(c.kv_dim)
     rope = c.rope(index)
+    assert rope is not None or head_norms is None, "no family has head norms and layers without positions"
     if rope is not None:
-        g.rope(q, c.heads + c.kv_heads, rope)  # keys follow the queries in memory
+        g.rope(rope, head_norms)
     g.append_kv(index, k, v)
     g.attention(
         index, q, act.attended, window=c.window(index), softcap=c.attention_softcap, scale=c.attention_scale

@@ -27,29 +27,37 @@ def load(planner: WeightPlanner, c: ModelConfig) -> DecoderWeights:
 
 
 def forward(g: Graph, w: DecoderWeights) -> None:
-    """Add one pass over the batch to the graph."""
-    c, act = g.config, g.act
+    """Add one pass over the batch to the graph. The norm before a block is made with the one after the
+    block before it."""
+    act = g.act
     g.embed(w.embed, act.residual)
+    g.rms_norm(act.residual, w.layers[0].norms[INPUT_NORM], act.normed, g.config.hidden_size)
     for index, layer in enumerate(w.layers):
-        g.rms_norm(act.residual, layer.norms[INPUT_NORM], act.normed, c.hidden_size)
         g.linear(act.normed, layer.qkv, act.qkv, label="qkv")
         attend(g, index)
         add_attention(g, layer)
-        mlp_block(g, layer)
+        add_mlp(g, w, index)
     output_head(g, w)
 
 
 def add_attention(g: Graph, layer: Layer) -> None:
-    """``x += RMSNorm(Wo · attended)``."""
-    c, act = g.config, g.act
+    """``x += RMSNorm(Wo · attended)``, and ``h = RMSNorm(x)`` for the MLP."""
+    act, norms = g.act, layer.norms
     g.linear(act.attended, layer.output, act.normed, label="attention output")
-    g.rms_norm_add(act.normed, layer.norms["post_attention_layernorm"], act.residual, c.hidden_size)
+    g.rms_norm_add(
+        act.normed, norms["post_attention_layernorm"], act.residual, g.config.hidden_size,
+        then=(norms["pre_feedforward_layernorm"], act.normed),
+    )  # fmt: skip
 
 
-def mlp_block(g: Graph, layer: Layer) -> None:
-    """``x += RMSNorm(Wd · (gelu(Wg h) * Wu h))`` with ``h = RMSNorm(x)`` (Shazeer 2020, GeGLU)."""
-    c, act = g.config, g.act
-    g.rms_norm(act.residual, layer.norms["pre_feedforward_layernorm"], act.normed, c.hidden_size)
+def add_mlp(g: Graph, w: DecoderWeights, index: int) -> None:
+    """``x += RMSNorm(Wd · (gelu(Wg h) * Wu h))`` (Shazeer 2020, GeGLU), and ``h = RMSNorm(x)`` for the next
+    layer's attention."""
+    act, layer = g.act, w.layers[index]
     g.gated_mlp_input(act.normed, layer.gate_up, act.hidden)
     g.linear(act.hidden, layer.down, act.normed, label="down")
-    g.rms_norm_add(act.normed, layer.norms["post_feedforward_layernorm"], act.residual, c.hidden_size)
+    last = index + 1 == len(w.layers)
+    g.rms_norm_add(
+        act.normed, layer.norms["post_feedforward_layernorm"], act.residual, g.config.hidden_size,
+        then=None if last else (w.layers[index + 1].norms[INPUT_NORM], act.normed),
+    )  # fmt: skip

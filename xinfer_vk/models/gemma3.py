@@ -26,13 +26,12 @@ def load(planner: WeightPlanner, c: ModelConfig) -> DecoderWeights:
 
 def forward(g: Graph, w: DecoderWeights) -> None:
     """Add one pass over the batch to the graph."""
-    c, act = g.config, g.act
+    act = g.act
     g.embed(w.embed, act.residual)
+    g.rms_norm(act.residual, w.layers[0].norms[INPUT_NORM], act.normed, g.config.hidden_size)
     for index, layer in enumerate(w.layers):
-        g.rms_norm(act.residual, layer.norms[INPUT_NORM], act.normed, c.hidden_size)
         g.linear(act.normed, layer.qkv, act.qkv, label="qkv")
-        g.rms_norm_heads(layer.norms["self_attn.q_norm"], layer.norms["self_attn.k_norm"])
-        attend(g, index)
+        attend(g, index, (layer.norms["self_attn.q_norm"], layer.norms["self_attn.k_norm"]))
         gemma2.add_attention(g, layer)
-        gemma2.mlp_block(g, layer)
+        gemma2.add_mlp(g, w, index)
     output_head(g, w)

@@ -19,8 +19,9 @@ from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.matmul import linear, tuned_halves, tuned_variant
+from xinfer_vk.kernels.norm_rope import norm_rope
 from xinfer_vk.kernels.order_columns import order_columns
-from xinfer_vk.kernels.rmsnorm import rmsnorm
+from xinfer_vk.kernels.rmsnorm import Then, rmsnorm
 from xinfer_vk.kernels.rope import rope
 from xinfer_vk.kernels.routing import Routing, combine, group, route, routing_words
 from xinfer_vk.kernels.softcap import softcap
@@ -161,20 +162,17 @@ class Graph:
             self.config.residual_norm_eps, self.tokens, self.state,
         )  # fmt: skip
 
-    def rms_norm_add(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
-        """``out += x / sqrt(mean(x²) + eps) * weight``: a norm after a block, and the residual connection.
-        [T, dim]"""
+    def rms_norm_add(
+        self, x: Rows, weight: Ref, residual: Rows, dim: int, then: tuple[Ref, Rows] | None = None
+    ) -> None:
+        """``residual += x / sqrt(mean(x²) + eps) * weight``: a norm after a block, and the residual
+        connection. ``then`` = (weight, out): in the same pass, ``out = RMSNorm(residual)``, the norm
+        before the next block.  [T, dim]"""
+        c = self.config
+        second = Then(then[0], then[1].ref, then[1].stride, c.residual_norm_eps) if then else None
         self.steps += rmsnorm(
-            self.profile, x.ref, x.stride, weight, out.ref, out.stride, dim,
-            self.config.rms_norm_eps, self.tokens, self.state, add=True,
-        )  # fmt: skip
-
-    def rms_norm_heads(self, q_weight: Ref, k_weight: Ref) -> None:
-        """RMSNorm of every query and key head in ``act.qkv`` by itself, in place: weights [head_dim]."""
-        c, qkv = self.config, self.act.qkv
-        self.steps += rmsnorm(
-            self.profile, qkv.ref, qkv.stride, q_weight, qkv.ref, qkv.stride, c.head_dim, c.rms_norm_eps,
-            self.tokens, self.state, vectors=c.heads, rest=(k_weight, c.kv_heads),
+            self.profile, x.ref, x.stride, weight, residual.ref, residual.stride, dim,
+            c.rms_norm_eps, self.tokens, self.state, add=True, then=second,
         )  # fmt: skip
 
     def rms_norm_outputs(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
@@ -293,22 +291,21 @@ class Graph:
             self.profile, routing, x.ref, x.stride, out.ref, out.stride, self.config.hidden_size, self.state
         )
 
-    def rope(self, x: Rows, heads: int, kind: str = "global") -> None:
-        """Rotary position embedding (Su et al. 2021) of ``heads`` neighbouring vectors, in place.
-        ``kind``: of the table, see :meth:`ModelConfig.rope`."""
-        c, table = self.config, self.rope_tables[kind]
-        self.steps += rope(
-            self.profile,
-            x.ref,
-            x.stride,
-            heads,
-            c.head_dim,
-            c.rotary_dim,
-            table.ref,
-            self.tokens,
-            self.state,
-            table.by_token,
-        )
+    def rope(self, kind: str, head_norms: tuple[Ref, Ref] | None = None) -> None:
+        """Rotary position embedding (Su et al. 2021) of every query and key head in ``act.qkv``, in place.
+        ``kind``: of the table, see :meth:`ModelConfig.rope`. ``head_norms``: weights [head_dim] of an
+        RMSNorm of each query and each key head before it."""
+        c, table, x = self.config, self.rope_tables[kind], self.act.qkv
+        if head_norms is None:
+            self.steps += rope(
+                self.profile, x.ref, x.stride, c.heads + c.kv_heads, c.head_dim, c.rotary_dim, table.ref,
+                self.tokens, self.state, table.by_token,
+            )  # fmt: skip
+        else:
+            self.steps += norm_rope(
+                self.profile, x.ref, x.stride, (c.heads, c.kv_heads), head_norms, c.head_dim, c.rotary_dim,
+                c.rms_norm_eps, table.ref, self.tokens, self.state, table.by_token,
+            )  # fmt: skip
 
     def append_kv(self, layer: int, k: Rows, v: Rows) -> None:
         """Write each token's K and V to its slot of the paged cache."""

@@ -52,6 +52,5 @@ def attention_block(g: Graph, index: int, layer: Layer) -> None:
     c, act, norms = g.config, g.act, layer.norms
     g.rms_norm(act.residual, norms[INPUT_NORM], act.normed, c.hidden_size)
     g.linear(act.normed, layer.qkv, act.qkv, label="qkv")
-    g.rms_norm_heads(norms["self_attn.q_norm"], norms["self_attn.k_norm"])
-    attend(g, index)
+    attend(g, index, (norms["self_attn.q_norm"], norms["self_attn.k_norm"]))
     g.linear(act.attended, layer.output, act.residual, "add", "attention output")

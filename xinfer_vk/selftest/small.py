@@ -11,8 +11,9 @@ from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.copy_words import copy_words
+from xinfer_vk.kernels.norm_rope import norm_rope
 from xinfer_vk.kernels.order_columns import order_columns
-from xinfer_vk.kernels.rmsnorm import rmsnorm
+from xinfer_vk.kernels.rmsnorm import Then, rmsnorm
 from xinfer_vk.kernels.rope import rope, rope_table
 from xinfer_vk.kernels.softcap import softcap
 from xinfer_vk.kernels.swiglu import swiglu
@@ -90,22 +91,23 @@ def _rmsnorm(
     return build
 
 
-def _rmsnorm_heads(dim: int, heads: int, kv_heads: int, used: int, rows: int) -> Build:
-    """Query heads and key heads side by side, in place, each kind with its weight."""
+def _rmsnorm_then(dim: int, used: int, rows: int) -> Build:
+    """Added to y, and y normalized into where x was."""
 
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(dim)
-        stride = (heads + kv_heads) * dim + 7
+        stride = dim + 3
         state = Batch(((0, used),), used).state_buffer(bench)
-        x = bench.filled("x", np.full(3 + rows * stride, np.nan, np.float32))
-        bench.write(x, 3, _rows(rng, used, (heads + kv_heads) * dim, stride))
-        weight = bench.filled(
-            "weight", rng.standard_normal(2 * dim + 5).astype(np.float32), BufferKind.WEIGHTS
-        )
+        both = bench.filled("both", np.full(5 + 2 * rows * stride, np.nan, np.float32))
+        x, y = Ref(both, 1), Ref(both, 4 + rows * stride)
+        bench.write(both, x.offset, _rows(rng, used, dim, stride))
+        bench.write(both, y.offset, _rows(rng, used, dim, stride))
+        weights = rng.standard_normal(2 * dim + 5).astype(np.float32)
+        weight = bench.filled("weight", weights, BufferKind.WEIGHTS)
+        then = Then(Ref(weight, dim + 4), x, stride, 1e-3)
         return rmsnorm(
-            bench.profile, Ref(x, 3), stride, Ref(weight, dim + 4), Ref(x, 3), stride, dim, 1e-5, rows, state,
-            vectors=heads, rest=(Ref(weight, 1), kv_heads),
-        )  # fmt: skip
+            bench.profile, x, stride, Ref(weight, 1), y, stride, dim, 1e-5, rows, state, add=True, then=then
+        )
 
     return build
 
@@ -113,6 +115,9 @@ def _rmsnorm_heads(dim: int, heads: int, kv_heads: int, used: int, rows: int) ->
 # -- rope --------------------------------------------------------------------------------------------
 
 ROPE = Tolerance(1e-6, 1e-6, "two products and a sum of numbers up to about 5 in f32, perhaps fused")
+
+
+NORM_ROPE = Tolerance(4e-6, 4e-6, "an RMSNorm of numbers up to about 5, then ROPE's two products and a sum")
 
 
 def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch, by_token: bool = False) -> Build:
@@ -131,6 +136,28 @@ def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch, by_token: bo
         return rope(
             bench.profile, Ref(x, 3), stride, heads, head_dim, rotary_dim, Ref(table, 5), batch.rows, state,
             by_token,
+        )  # fmt: skip
+
+    return build
+
+
+def _norm_rope(
+    heads: tuple[int, int], head_dim: int, rotary_dim: int, batch: Batch, by_token: bool = False
+) -> Build:
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(head_dim)
+        stride = sum(heads) * head_dim + 7
+        x = bench.filled("x", np.full(3 + batch.rows * stride, np.nan, np.float32))
+        bench.write(x, 3, _rows(rng, batch.rows, sum(heads) * head_dim, stride))
+        weights = rng.standard_normal(2 * head_dim + 5).astype(np.float32)
+        weight = bench.filled("weight", weights, BufferKind.WEIGHTS)
+        inv_freq = 10000.0 ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
+        table_rows = batch.tokens if by_token else batch.max_context
+        table = bench.buffer("table", 5 + table_rows * rotary_dim, BufferKind.WEIGHTS)
+        bench.write(table, 5, rope_table(inv_freq, 1000 + np.arange(table_rows)))
+        return norm_rope(
+            bench.profile, Ref(x, 3), stride, heads, (Ref(weight, head_dim + 4), Ref(weight, 1)), head_dim,
+            rotary_dim, 1e-5, Ref(table, 5), batch.rows, batch.state_buffer(bench), by_token,
         )  # fmt: skip
 
     return build
@@ -297,8 +324,8 @@ def _cases() -> list[Case]:
         ("tiny values", _rmsnorm(577, 3, 4, scale=1e-12)),
         ("gathered rows", _rmsnorm(65, 33, 33, gather=True)),
         ("added", _rmsnorm(65, 3, 4, add=True)),
-        ("heads of 24 dims, in place", _rmsnorm_heads(24, 3, 2, 2, 3)),
-        ("heads of 256 dims, in place", _rmsnorm_heads(256, 4, 1, 5, 8)),
+        ("added and normalized again", _rmsnorm_then(65, 3, 4)),
+        ("added and normalized again, wide", _rmsnorm_then(1153, 2, 2)),
     ):
         cases += kernel_cases("rmsnorm", name, build, RMSNORM, classes=OWN_AND_GPU)
     for heads, head_dim, rotary_dim, batch, quick in (
@@ -309,6 +336,10 @@ def _cases() -> list[Case]:
         name = f"{heads} heads of {head_dim}, {rotary_dim} turned, {batch.tokens} of {batch.rows} rows"
         build = _rope(heads, head_dim, rotary_dim, batch)
         cases += kernel_cases("rope", name, build, ROPE, classes=OWN_AND_GPU, quick=quick)
+    for head_dim, rotary_dim, by_token in ((24, 24, False), (128, 96, True), (256, 256, False)):
+        name = f"heads of {head_dim}, {rotary_dim} turned" + ", angles by token" * by_token
+        build = _norm_rope((3, 2), head_dim, rotary_dim, RAGGED, by_token)
+        cases += kernel_cases("norm_rope", name, build, NORM_ROPE, classes=OWN_AND_GPU)
     build = _rope(3, 64, 48, RAGGED, by_token=True)
     cases += kernel_cases("rope", "angles by token", build, ROPE, classes=OWN_AND_GPU)
     for kv_dtype in ("f32", "f16"):
