@@ -110,7 +110,7 @@ def test_experts_on_matrix_units_give_the_same_logits() -> None:
     profile = replace(NUMPY_PROFILE, simd=False, subgroup_size=32, features=frozenset(units), tuned=tuned)
     token_ids, want = reference("mixtral")
     model = Loaded(NumpyRuntime(profile), FOLDER / "mixtral")
-    assert worst(model.logits(token_ids, None), want) <= TOLERANCE
+    assert worst(model.logits(token_ids[:64], None), want[:64]) <= TOLERANCE
     kernels = [step.kernel.name for step in model.runner.last_plan.steps]
     assert kernels.count("matmul_coop.bf16.experts") == 4 and kernels.count("split_halves") == 4
 

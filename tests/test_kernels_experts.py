@@ -378,7 +378,7 @@ def test_products_refuse_what_they_cannot_compute(numpy_runtime: NumpyRuntime) -
         expert_linear(NUMPY_PROFILE, "f32", [part], 8, 8, routing, at, 8, True, at, 8, "store")
 
 
-def test_a_tile_holds_twice_an_experts_mean() -> None:
+def test_a_tile_holds_the_mean_of_an_expert() -> None:
     gpu = replace(NUMPY_PROFILE, simd=False)
     mixtral, qwen3 = (8, 2), (128, 8)
     tiles = {
@@ -387,9 +387,9 @@ def test_a_tile_holds_twice_an_experts_mean() -> None:
         for tokens in (1, 8, 64, 512)
         for device in (gpu, NUMPY_PROFILE)
     }
-    assert [tiles[mixtral, t, False] for t in (1, 8, 64, 512)] == [1, 4, 32, 64]
-    assert [tiles[qwen3, t, False] for t in (1, 8, 64, 512)] == [1, 1, 8, 64]
-    assert [tiles[mixtral, t, True] for t in (1, 8, 64, 512)] == [1, 4, 8, 8]
+    assert [tiles[mixtral, t, False] for t in (1, 8, 64, 512)] == [1, 2, 16, 64]
+    assert [tiles[qwen3, t, False] for t in (1, 8, 64, 512)] == [1, 1, 4, 32]
+    assert [tiles[mixtral, t, True] for t in (1, 8, 64, 512)] == [1, 2, 8, 8]
 
 
 # -- the sum -----------------------------------------------------------------------------------------

@@ -39,10 +39,11 @@ class ExpertPart:
 def pairs_per_tile(
     profile: DeviceProfile, products: Sequence[tuple[str, int]], tokens: int, experts: int, per_token: int
 ) -> int:
-    """How many pairs a tile should hold: twice the mean of an expert, so that most experts are one tile,
-    and as many as the kernels of the ``products`` (format, columns) take. 1 for one token, whose experts
-    all differ."""
-    wanted = 1 if tokens == 1 else max(1, 2 * tokens * per_token // experts)
+    """How many pairs a tile should hold: the mean of an expert, which wastes less on tiles that are not full
+    than larger ones, and reads less weights than smaller ones; and at most what the kernels of the
+    ``products`` (format, columns) take. 1 for few tokens, most of whose experts differ."""
+    pairs = tokens * per_token
+    wanted = 1 if tokens == 1 or 2 * pairs <= experts else max(2, ceil_div(pairs, experts))
     return min(choose(profile, fmt, cols, wanted, True)[2] for fmt, cols in products)
 
 
