@@ -161,6 +161,7 @@ class ModelRunner:
         recorded, self.last_plan = self._plan(bucket(rows), bucket(rows), head, steps)
         began = time.perf_counter()
         recorded.run()
+        self.device_s += recorded.seconds
         self._note_time(rows, rows, (time.perf_counter() - began) / steps)
         self.steps_run += steps
         words = self.runtime.read(self._result, 0, (steps - 1) * self.max_outputs + rows)
