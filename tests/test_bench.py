@@ -140,6 +140,7 @@ def test_a_devices_limits_are_positive(runtime, monkeypatch):
 # -- what is measured -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("step_by_step")
 @pytest.mark.parametrize("fmt", ["bf16", "q4_k"])  # q4_k: no row here is a multiple of 256, so q5_0
 def test_a_bench_runs_what_a_test_says(runtime, tiny, fmt):
     subject = load_subject(runtime, f"tiny:{fmt}", synthetic=True)

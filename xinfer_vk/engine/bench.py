@@ -328,7 +328,8 @@ class Bench:
         """Seconds of each step."""
         if test.kind == "pp":
             return self._prefill(sequences, test.tokens)
-        tokens, seconds = [self._token(i) for i in range(test.batch)], []
+        tokens = [self._token(i) for i in range(test.batch)]
+        seconds: list[float] = []
         while len(seconds) < test.tokens:
             steps = self.runner.steps_ahead(test.batch, test.tokens - len(seconds))
             chunks = [Chunk(s, [token]) for s, token in zip(sequences, tokens)]
@@ -339,7 +340,8 @@ class Bench:
                 chosen = self.runner.run(chunks)
             seconds += [(time.perf_counter() - began) / steps] * steps
             tokens = [int(token) for token in chosen]  # what comes next depends on what came, as in use
-            self._add_cost([(s.length, 1) for s in sequences], test.batch)
+            middle = (steps - 1) // 2  # the plan's steps are all told as that one
+            self._add_cost([(s.length - middle, 1) for s in sequences], test.batch)
         return seconds
 
     def _prefill(self, sequences: list[CachedSequence], count: int) -> list[float]:
