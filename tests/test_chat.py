@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from text_helpers import FIXTURES, HELLO, NAMES, TEMPLATES, gguf, hf, metadata, reference, user
+from text_helpers import FIXTURES, HELLO, NAMES, SENTENCEPIECE, TEMPLATES, gguf, hf, metadata, reference, user
 
 from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.text.chat import (
@@ -37,7 +37,7 @@ def test_a_chat_renders_and_encodes_as_in_transformers(name: str) -> None:
         assert encode_chat(hf(name), TEMPLATES[name], messages, prompt) == case["ids"]
 
 
-@pytest.mark.parametrize("name", ["smollm", "qwen2", "llama3"])
+@pytest.mark.parametrize("name", ["smollm", "qwen2", "llama3", SENTENCEPIECE])
 def test_a_chat_from_gguf_metadata_does_too(name: str) -> None:
     template = template_from_gguf(metadata(name), "model.gguf")
     for case in reference(name)["chats"]:

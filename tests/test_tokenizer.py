@@ -18,7 +18,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_helpers import CONTROL, FIXTURES, NAMES, PRE, USER_DEFINED, both_ways, gguf, hf, metadata, reference
+from text_helpers import (
+    CONTROL,
+    FIXTURES,
+    NAMES,
+    PRE,
+    SENTENCEPIECE,
+    USER_DEFINED,
+    both_ways,
+    gguf,
+    hf,
+    metadata,
+    reference,
+)
 
 from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.text.byte_level import BYTE_OF_CHAR, CHAR_OF_BYTE, token_to_bytes
@@ -49,7 +61,7 @@ def test_a_directory_encodes_and_decodes_as_transformers(name: str) -> None:
         assert tokenizer.decode(case["ids"]) == case["decoded_without_special"]
 
 
-@pytest.mark.parametrize("name", ["smollm", "qwen2", "llama3"])
+@pytest.mark.parametrize("name", ["smollm", "qwen2", "llama3", SENTENCEPIECE])
 def test_gguf_metadata_encodes_and_decodes_as_transformers(name: str) -> None:
     tokenizer = gguf(name)
     for case in reference(name)["texts"]:

@@ -16,7 +16,8 @@ from xinfer_vk.text.tokenizer import Tokenizer
 FIXTURES = Path(__file__).parent / "fixtures" / "text"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
 PRE = {"gpt2": "gpt-2", "smollm": "smollm", "qwen2": "qwen2", "llama3": "llama-bpe"}
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+SENTENCEPIECE = "llama2-legacy"  # the fixture that is a SentencePiece model in GGUF
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 TEMPLATES = {name: template_from_directory(FIXTURES / name) for name in NAMES}
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -57,13 +58,24 @@ def metadata(name: str, unused: int = 3) -> dict[str, Any]:
     ids = {token: i for i, (token, _) in tokens.items()}
     named = json.loads((FIXTURES / name / "tokenizer_config.json").read_text(encoding="utf-8"))
     out: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": PRE[name],
+        "tokenizer.ggml.model": "gpt2" if name in PRE else "llama",
+        "tokenizer.ggml.pre": PRE.get(name, "default"),
         "tokenizer.ggml.tokens": [tokens[i][0] for i in range(len(tokens))],
         "tokenizer.ggml.token_type": [tokens[i][1] for i in range(len(tokens))],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]],
         "tokenizer.chat_template": (FIXTURES / name / "chat_template.jinja").read_text(encoding="utf-8"),
     }
+    merges = tokenizer["model"]["merges"]
+    if name in PRE:
+        out["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
+    else:
+        made: dict[str, float] = {}
+        for rank, pair in enumerate(merges):  # the better a piece's score, the earlier it is made
+            made.setdefault("".join(pair), -float(rank))
+        out["tokenizer.ggml.scores"] = [made.get(tokens[i][0], -1e6) for i in range(len(tokens))]
+        out["tokenizer.ggml.token_type"] = [
+            BYTE if token.startswith("<0x") else kind
+            for token, kind in (tokens[i] for i in range(len(tokens)))
+        ]
     for key, text in (("bos_token_id", "bos_token"), ("eos_token_id", "eos_token")):
         if named.get(text):
             out[f"tokenizer.ggml.{key}"] = ids[named[text]]
@@ -74,5 +86,7 @@ def both_ways() -> Iterator[tuple[str, Tokenizer]]:
     """Every fixture as a directory, and as GGUF metadata where that can hold it."""
     for name in NAMES:
         yield f"{name}-hf", hf(name)
-        if name in PRE and name != "gpt2":  # its tokens that take spaces along are not in GGUF metadata
+        if (
+            name in PRE or name == SENTENCEPIECE
+        ) and name != "gpt2":  # its tokens that take spaces along are not in GGUF metadata
             yield f"{name}-gguf", gguf(name)

@@ -21,7 +21,7 @@ from xinfer_vk.weights.mapped import read_small_file
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MAP_FILE = "special_tokens_map.json"
-OLD_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "vocab.txt")
+OLD_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "tekken.json", "vocab.txt")
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 
