@@ -139,6 +139,22 @@ def test_a_run_of_spaces_is_one_piece() -> None:
     assert gemma.token_bytes(two) == b"  "
 
 
+@pytest.mark.parametrize("score", [-1e6, 0.0, 1e6])
+def test_scores_of_control_tokens_do_not_matter(score: float) -> None:
+    """An unknown character's score is 10 below the worst of a piece: here, -30 and -1 beat twice -20."""
+    tiny = changed(
+        "t5",
+        tokens=["<pad>", "</s>", "<unk>", "ab", "c", "bc", "<s>"],
+        token_type=[3, 3, 2, 1, 1, 1, 3],
+        scores=[score, score, score, -20.0, -20.0, -1.0, score],
+        add_space_prefix=False,
+        bos_token_id=6,
+        unknown_token_id=2,
+        eos_token_id=1,
+    )
+    assert tiny.encode("abc", parse_special=False) == [2, 5, 1]
+
+
 def test_merges_are_ordered_by_the_score_of_what_they_make() -> None:
     scores = {"a": 0.0, "b": 0.0, "ab": -2.0, "ba": -1.0, "aba": -3.0, "x": -9.0, "xy": 0.0}
     assert merges_by_score(scores) == [("b", "a"), ("a", "b"), ("ab", "a"), ("a", "ba")]

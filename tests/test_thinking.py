@@ -22,7 +22,9 @@ from xinfer_vk.cli.app import cli
 from xinfer_vk.engine.generation import Generation
 from xinfer_vk.errors import UsageError
 from xinfer_vk.text.chat import ChatTemplate
-from xinfer_vk.text.thinking import Piece, ThinkingSplitter, opened_by, thinks
+from xinfer_vk.text.hf_tokenizer import tokenizer_from_directory
+from xinfer_vk.text.stream import StreamDecoder
+from xinfer_vk.text.thinking import Piece, ThinkingSplitter, opened_by, tag_ids, thinks
 
 # -- splitting ----------------------------------------------------------------------------------
 
@@ -97,6 +99,18 @@ def test_a_prompt_that_opens_the_tag_is_seen() -> None:
         ("", False),
     ):
         assert opened_by(qwen, qwen.encode(text, parse_special=True)) == opened, text
+
+
+def test_tags_are_seen_that_a_vocabulary_counts_among_the_special_tokens(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "qwen2", tmp_path / "qwen2")
+    file = tmp_path / "qwen2" / "tokenizer_config.json"
+    tags = {str(hf("qwen2").id_of(tag)): {"content": tag, "special": True} for tag in ("<think>", "</think>")}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "added_tokens_decoder": tags}))
+    tokenizer = tokenizer_from_directory(tmp_path / "qwen2")
+    ids = tokenizer.encode("<think>a</think>b<|im_end|>", parse_special=True)
+    assert all(tokenizer.is_special(i) for i in (ids[0], ids[2]))
+    decoder = StreamDecoder(tokenizer, shown=tag_ids(tokenizer))
+    assert "".join(map(decoder.push, ids)) == "<think>a</think>b"
 
 
 # -- on a screen --------------------------------------------------------------------------------
