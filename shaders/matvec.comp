@@ -52,6 +52,9 @@ float load_columns(uint x_at, uint k, out float xs[WEIGHTS]) {
     }
 #elif defined(BYTES)
     const vec4 v = load_x4(x_at + column(k, 0u));
+    #ifdef SUMS
+    all = dot(v, vec4(1.0));
+    #endif
     [[unroll]] for (uint i = 0u; i < 4u; i++)
         xs[i] = v[i];
 #else

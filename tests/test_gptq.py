@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from xinfer_vk.kernels.layout import GROUP_LAYOUTS, WHOLE_ROW, row_words
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.plan import BufferKind
 from xinfer_vk.reference import NumpyRuntime
-from xinfer_vk.weights.device import Matrix
+from xinfer_vk.weights.device import Matrix, WeightPlanner
+from xinfer_vk.weights.quantize.loading import quantized_tensors
+from xinfer_vk.weights.quantize.rows import dequantize_rows
 from xinfer_vk.weights.source import open_model
 
 RECIPES = {
@@ -450,3 +453,29 @@ def test_quantized_tensors_without_a_configuration_are_refused(checkpoints: dict
             open_model(checkpoints["gptq"])
     finally:
         path.write_text(kept)
+
+
+def test_requantizing_puts_columns_back_into_the_order_of_the_inputs(tmp_path: Path) -> None:
+    want = write_quantized_model(
+        tmp_path, tiny_config("llama", num_hidden_layers=1), Recipe(desc_act=True, sym=False)
+    )
+    with open_model(tmp_path) as source:
+        name = f"{UP}.weight"
+        tensors, _ = quantized_tensors(
+            {name: source.tensors[name]}, "q8_0", tied=False, requantize=True, where="x"
+        )
+        got = dequantize_rows("q8_0", tensors[name].read_rows(slice(None)), 64)
+        assert tensors[name].order is None
+        np.testing.assert_allclose(got, want[name], atol=np.abs(want[name]).max() / 200)
+
+
+def test_experts_in_activation_order_are_refused_by_name(tmp_path: Path) -> None:
+    config = tiny_config("llama", num_hidden_layers=1)
+    write_quantized_model(tmp_path, config, Recipe(desc_act=True))
+    with open_model(tmp_path) as source:
+        renamed = {n.replace("mlp.up_proj", "mlp.experts.0.up_proj"): t for n, t in source.tensors.items()}
+        planner = WeightPlanner(replace(source, tensors=renamed), NumpyRuntime().profile)
+        with pytest.raises(
+            ModelError, match="not supported for experts: use a checkpoint with desc_act false"
+        ):
+            planner.experts("model.layers.0.mlp.experts", 1, [("up_proj", 96)], 64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -61,7 +62,10 @@ class Product:
 
 
 class Setup:
-    """The buffers and contents of a product, the same for every runtime it is run on."""
+    """The buffers and contents of a product, the same for every runtime it is run on. ``x``: as the kernel
+    reads it; ``x_values [used, cols]``: the numbers in it."""
+
+    linear = staticmethod(linear)
 
     def __init__(self, product: Product) -> None:
         p = self.product = product
@@ -69,6 +73,7 @@ class Setup:
         self.matrix: WeightMatrix = random_matrix(p.fmt, p.rows, p.cols, rng)
         self.x = np.full((p.tokens, p.x_stride), POISON)
         self.x[: p.used, : p.cols] = rng.standard_normal((p.used, p.cols))
+        self.x_values = self.x[: p.used, : p.cols]
         self.before = rng.standard_normal((p.tokens, p.width)).astype(np.float32)
         self.bias = rng.standard_normal(p.rows).astype(np.float32)
 
@@ -101,14 +106,16 @@ class Setup:
         state_values[st.N_TOKENS if p.count == "tokens" else st.N_OUTPUTS] = p.used
         state = put("state", BufferKind.STATE, state_values, 0).buffer
         bias = put("params", BufferKind.WEIGHTS, self.bias, 5) if p.bias else None
+        x_stride = self.x.shape[1]
         halves, steps = None, []
         if p.halves:
             room = np.full(halves_words(p.tokens, p.cols), POISON)
             halves = put("halves", BufferKind.SCRATCH, room, 4)
-            steps = split_halves(x, p.x_stride, p.cols, halves, p.tokens, state, p.count)
-        steps += linear(
-            profile, p.fmt, parts, p.cols, x, p.x_stride, y, y_stride, p.tokens, state, bias, p.epilogue,
-            p.count, halves=halves,
+            steps = split_halves(x, x_stride, p.cols, halves, p.tokens, state, p.count)
+        product = partial(self.linear, halves=halves) if p.halves else self.linear
+        steps += product(
+            profile, p.fmt, parts, p.cols, x, x_stride, y, y_stride, p.tokens, state, bias, p.epilogue,
+            p.count,
         )  # fmt: skip
         assert len(steps) == len(parts) + p.halves
         run(rt, steps)
@@ -128,7 +135,7 @@ class Setup:
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """The result in float64 and how far a float32 computation may be from it."""
         p = self.product
-        x = self.x[: p.used, : p.cols].astype(np.float64)
+        x = self.x_values.astype(np.float64)
         v = x @ self.matrix.dense.T
         tolerance = 4 * EPS * np.sqrt(p.cols) * (np.abs(x) @ self.matrix.magnitude.T)
         if p.bias:

@@ -33,7 +33,13 @@ class Loaded:
     """A fixture model on a runtime, able to run several sequences."""
 
     def __init__(
-        self, runtime: Any, path: Path, kv_dtype: str = "f32", sequences: int = 3, quantize: str | None = None
+        self,
+        runtime: Any,
+        path: Path,
+        kv_dtype: str = "f32",
+        sequences: int = 3,
+        quantize: str | None = None,
+        activation_dtype: str = "f32",
     ) -> None:
         source = open_model(path)
         if quantize is not None:
@@ -48,7 +54,10 @@ class Loaded:
             runtime, layers=c.layers, kv_heads=c.kv_heads, head_dim=c.head_dim, kv_dtype=kv_dtype,
             capacity=3 * 96, sequences=sequences,
         )  # fmt: skip
-        self.runner = ModelRunner(runtime, c, self.weights, self.cache, max_tokens=128, max_outputs=64)
+        self.runner = ModelRunner(
+            runtime, c, self.weights, self.cache, max_tokens=128, max_outputs=64,
+            activation_dtype=activation_dtype,
+        )  # fmt: skip
         source.close()
 
     def logits(self, token_ids: Sequence[int], chunk: int | None) -> np.ndarray:

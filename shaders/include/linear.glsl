@@ -4,6 +4,8 @@
 // specialization constant, EPILOGUE_LOOP what to do with a loop of four: [[unroll]] or [[dont_unroll]].
 #ifdef SPLIT_X // rows in two f16 planes (split_halves.comp) at x_offset, room for x_stride of them
 layout(set = 0, binding = 1) readonly buffer X { uvec4 x[]; };
+#elif defined(QUANTIZED_X)
+layout(set = 0, binding = 1) readonly buffer X { uint x[]; };   // [tokens][x_stride], see rows_a8.glsl
 #else
 layout(set = 0, binding = 1) readonly buffer X { vec4 x[]; };   // [tokens][x_stride] floats at x_offset
 #endif
@@ -37,7 +39,7 @@ const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
 
 #ifdef SPLIT_X
 float scale_of(uint t) { return uintBitsToFloat(x[(p.x_offset + t) >> 2u][(p.x_offset + t) & 3u]); }
-#else
+#elif !defined(QUANTIZED_X)
 // x is declared as vec4 so that a lane can load four values at once; where the rows of x do not begin
 // at multiples of four words (ALIGNED == 0) the same four are picked one by one.
 float load_x(uint i) { return x[i >> 2u][i & 3u]; }

@@ -68,6 +68,7 @@ def command(
     kv_dtype: str,
     quantize: str | None,
     tune: Tune,
+    activations: str,
     context: int | None,
     on_full: str,
     template_arg: tuple[str, ...],
@@ -101,6 +102,7 @@ def command(
             kv_dtype=kv_dtype,
             quantize=quantize,
             tune=tune,
+            activations=activations,
             context=context,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,

@@ -76,6 +76,7 @@ def command(
     kv_dtype: str,
     quantize: str | None,
     tune: Tune,
+    activations: str,
     plot: str | None,
     as_json: bool,
     quiet: bool,
@@ -101,7 +102,13 @@ def command(
         from xinfer_vk.engine.llm import LLM
 
         with LLM(
-            model, device=device, kv_dtype=kv_dtype, quantize=quantize, tune=tune, progress=progress
+            model,
+            device=device,
+            kv_dtype=kv_dtype,
+            quantize=quantize,
+            activations=activations,
+            tune=tune,
+            progress=progress,
         ) as llm:
             if not quiet:
                 for notice in llm.notices:
@@ -171,6 +178,7 @@ def as_record(
         "driver": llm.runtime.driver,
         "dtype": llm.dtype,
         "kv_dtype": llm.kv_dtype,
+        "activations": llm.activations,
         "prompt": prompt,
         "prompt_tokens": len(decodings[0].result.prompt_token_ids),
         "seed": seed,

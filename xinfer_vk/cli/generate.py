@@ -131,6 +131,7 @@ def command(
     kv_dtype: str,
     quantize: str | None,
     tune: Tune,
+    activations: str,
     context: int | None,
     ignore_eos: bool,
     logprobs: int | None,
@@ -172,6 +173,7 @@ def command(
             kv_dtype=kv_dtype,
             quantize=quantize,
             tune=tune,
+            activations=activations,
             context=context,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,

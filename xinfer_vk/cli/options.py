@@ -56,6 +56,13 @@ MODEL_OPTIONS = [
         type=click.Choice(QUANTIZE_TYPES),
         help="Turn a model in f16, bf16 or f32 into this format while it loads.",
     ),
+    click.option(
+        "--activations",
+        type=click.Choice(["f32", "int8"]),
+        default="f32",
+        show_default=True,
+        help="int8 rounds the inputs of products to 8 bits: not exact.",
+    ),
     TUNE_OPTION,
 ]
 
@@ -115,7 +122,7 @@ def template_args_from_options(options: Sequence[str]) -> dict[str, Any]:
 
 
 def model_options(command: F) -> F:
-    """Adds --model, --device, --kv-dtype, --quantize and --tune."""
+    """Adds --model, --device, --kv-dtype, --quantize, --activations and --tune."""
     for option in reversed(MODEL_OPTIONS):
         command = option(command)
     return command

@@ -74,6 +74,7 @@ def command(
     kv_dtype: str,
     quantize: str | None,
     tune: Tune,
+    activations: str,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -96,7 +97,13 @@ def command(
         from xinfer_vk.engine.llm import LLM
 
         with LLM(
-            model, device=device, kv_dtype=kv_dtype, quantize=quantize, tune=tune, progress=progress
+            model,
+            device=device,
+            kv_dtype=kv_dtype,
+            quantize=quantize,
+            activations=activations,
+            tune=tune,
+            progress=progress,
         ) as llm:
             if not quiet:
                 for notice in llm.notices:
@@ -165,6 +172,7 @@ def as_record(llm: LLM, result: Perplexity) -> dict[str, Any]:
         "driver": llm.runtime.driver,
         "dtype": llm.dtype,
         "kv_dtype": llm.kv_dtype,
+        "activations": llm.activations,
         "perplexity": number(result.perplexity),
         "standard_error": number(result.standard_error),
         "nll": number(result.nll),

@@ -64,6 +64,7 @@ def as_record(llm: LLM, result: GenerationResult) -> dict[str, Any]:
         "driver": llm.runtime.driver,
         "dtype": llm.dtype,
         "kv_dtype": llm.kv_dtype,
+        "activations": llm.activations,
         "context": llm.capacity,
         "sample": result.sample,
         "seed": result.seed,

@@ -21,8 +21,9 @@ from xinfer_vk.engine.stream import GenerationStream
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
 from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.models.decoder import matrices
+from xinfer_vk.models.decoder import DecoderWeights, matrices
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
@@ -75,6 +76,7 @@ class LLM:
         device: str | None = None,
         kv_dtype: str = "f16",
         quantize: str | None = None,
+        activations: str = "f32",
         context: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         sampler: Sampler = "device",
@@ -87,9 +89,12 @@ class LLM:
                 raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
         if sampler not in ("device", "cpu"):
             raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
+        if activations not in ("f32", "int8"):
+            raise UsageError(f"activations is {activations!r}: it is f32 or int8")
         if quantize is not None:
             check_type(quantize)
         self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
+        self.activations = activations
         self.sampler: Sampler = sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
@@ -117,6 +122,8 @@ class LLM:
                 planner = WeightPlanner(source, self.runtime.profile)
                 self.weights = family(self.config.architecture).load(planner, self.config)
                 self.weight_bytes = planner.total_bytes
+                if activations == "int8":
+                    self._notes += check_int8(self.weights, self.config.experts is not None)
                 stage = "loading weights" if quantize is None else f"quantizing to {quantize}"
                 planner.upload(self.runtime, self._stage(stage))
                 self._notes += tune_products(
@@ -535,6 +542,7 @@ class LLM:
                     total=total,
                     max_tokens=self.prefill_chunk,
                     progress=self._stage("compiling kernels"),
+                    activation_dtype=self.activations,
                 )
                 return self._runner
             except OutOfMemoryError:
@@ -550,6 +558,20 @@ class LLM:
         metrics.bytes_read_per_token = scheduler.bytes_read / max(1, scheduler.tokens_chosen)
         metrics.kv_bytes = scheduler.runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
+
+
+def check_int8(weights: DecoderWeights, experts: bool) -> tuple[str, ...]:
+    """What the user should know of products in integers with these weights, a line each. ``experts``: some
+    are experts. Raises :class:`UsageError` if there are none, naming the formats."""
+    formats = {m.fmt for layer in (*weights.layers, weights.head) for m in matrices(layer)}
+    exact = sorted(formats - set(A8_FORMATS))
+    if len(exact) == len(formats):
+        raise UsageError(
+            f"activations in int8 need weights in {', '.join(A8_FORMATS)}; this model's are in "
+            f"{', '.join(exact)}: leave --activations out, or --quantize a model in 16 or 32 bits to q8_0"
+        )
+    notes = [f"activations stay exact where weights are in {', '.join(exact)}"] if exact else []
+    return (*notes, "activations of experts stay exact") if experts else tuple(notes)
 
 
 def main_format(source: ModelSource) -> str:

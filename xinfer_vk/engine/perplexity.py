@@ -287,6 +287,7 @@ class Scorer:
             max_tokens=llm.prefill_chunk,
             max_outputs=1 << (rows.bit_length() - 1),
             progress=llm._stage("compiling kernels"),
+            activation_dtype=llm.activations,
         )
         self._cache = self._runner.cache
 

@@ -19,6 +19,8 @@ from xinfer_vk.engine.positions import RopeTables
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import query_tile
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
+from xinfer_vk.kernels.quantize_rows import quantized_words
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights, matrices
 from xinfer_vk.models.graph import Activations, Graph
@@ -58,7 +60,8 @@ class ModelRunner:
     ``max_tokens`` bounds the rows of a step, ``cache.capacity`` the positions. Prefills should take
     ``prefill_tokens`` a step: at first as many, fewer once a single dispatch was seen to take too long.
     Plans are recorded on first use, one for each (tokens bucket, outputs bucket, head); ``progress(done,
-    total)`` hears of the pipelines made for them.
+    total)`` hears of the pipelines made for them. ``activation_dtype``: of the inputs of products, "f32", or
+    "int8" where the weights' format allows it.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class ModelRunner:
         max_tokens: int = 512,
         progress: Callable[[int, int], None] | None = None,
         max_outputs: int = MAX_OUTPUTS,
+        activation_dtype: str = "f32",
     ) -> None:
+        self.activation_dtype = activation_dtype
         self._progress = progress
         self.runtime, self.config, self.weights, self.cache = runtime, config, weights, cache
         chunk = min(bucket(max_tokens), bucket(cache.capacity))
@@ -101,6 +106,7 @@ class ModelRunner:
                 outputs=self.max_outputs,
                 max_context=cache.capacity,
                 ordered_width=max((m.cols for m in matrices(weights) if m.order is not None), default=0),
+                quantized_width=self._quantized_width(),
             )
             self._buffers.append(self._activations.buffer)
         except BaseException:
@@ -288,6 +294,7 @@ class ModelRunner:
             state=self._state,
             cache=self.cache,
             rope_tables=self.rope.tables,
+            activation_dtype=self.activation_dtype,
         )
         for step in range(ahead):
             result = Ref(self._result, step * self.max_outputs)
@@ -329,6 +336,13 @@ class ModelRunner:
         check_tokens(words, positions if len(positions) == rows else positions * rows, self.steps_run)
         return words.astype(np.int64)
 
+    def _quantized_width(self) -> int:
+        """Words of the widest row of activations in 8 bits."""
+        if self.activation_dtype != "int8":
+            return 0
+        cols = [m.cols for m in matrices(self.weights) if m.fmt in A8_FORMATS]
+        return quantized_words(max(cols, default=0))
+
     def _allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
         buffer = self.runtime.allocate(name, words, kind)
         self._buffers.append(buffer)
@@ -347,6 +361,7 @@ def make_runner(
     max_tokens: int = 512,
     max_outputs: int = MAX_OUTPUTS,
     progress: Callable[[int, int], None] | None = None,
+    activation_dtype: str = "f32",
 ) -> ModelRunner:
     """A runner with a cache of its own, which :class:`KVCache` explains. Nothing stays allocated if the
     device has no room for both."""
@@ -361,7 +376,9 @@ def make_runner(
         total=total,
     )
     try:
-        return ModelRunner(runtime, config, weights, cache, max_tokens, progress, max_outputs)
+        return ModelRunner(
+            runtime, config, weights, cache, max_tokens, progress, max_outputs, activation_dtype
+        )
     except BaseException:
         cache.free()
         raise

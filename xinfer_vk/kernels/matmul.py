@@ -59,7 +59,18 @@ SPLIT_FAMILIES = ("matmul_coop", "matmul_coop_check")
 Choice: TypeAlias = tuple[Kernel, int, int]  # and rows of W a workgroup computes, for how many tokens
 
 
-def _oracle(fmt: str, halves: bool = False) -> Callable[[OracleCall], None]:
+def _x(call: OracleCall, tokens: int) -> np.ndarray:
+    p = call.p
+    return rows_view(call.f32("x"), p.x_offset, p.x_stride, tokens, p.cols)
+
+
+def _halves(call: OracleCall, tokens: int) -> np.ndarray:
+    return read_halves(call.u32("x"), call.p.x_offset, call.p.x_stride, tokens, call.p.cols)
+
+
+def oracle_of(fmt: str, read_x: Callable[[OracleCall, int], np.ndarray] = _x) -> Callable[[OracleCall], None]:
+    """The oracle of products with weights in ``fmt``. ``read_x``: the first rows of x, f32 [tokens, cols]."""
+
     def oracle(call: OracleCall) -> None:
         p = call.p
         words = matrix_words(fmt, p.rows, p.cols)
@@ -69,11 +80,7 @@ def _oracle(fmt: str, halves: bool = False) -> Callable[[OracleCall], None]:
 
         weights = call.cached(("w", fmt, p.w_offset, p.rows, p.cols), dense)  # [rows, cols]
         tokens = int(call.u32("state")[p.count_at])
-        if halves:
-            x = read_halves(call.u32("x"), p.x_offset, p.x_stride, tokens, p.cols)
-        else:
-            x = rows_view(call.f32("x"), p.x_offset, p.x_stride, tokens, p.cols)
-        v = x @ weights.T  # [tokens, rows], accumulated in float32 by the BLAS
+        v = read_x(call, tokens) @ weights.T  # [tokens, rows], accumulated in float32 by the BLAS
         if p.has_bias:
             first = p.bias_offset + p.first_row
             v += call.f32("bias")[first : first + p.rows]
@@ -113,10 +120,11 @@ def _kernel(family: str, fmt: str, variant: str, spec: tuple[tuple[str, int], ..
     shader_fmt, fmt_spec = shader_format(fmt)
     variant = f".{variant}" if variant else ""
     name, shader = f"{family}.{fmt}{variant}", f"{family}.{shader_fmt}{variant}"
-    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, _oracle(fmt, family in SPLIT_FAMILIES))
+    read_x = _halves if family in SPLIT_FAMILIES else _x
+    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, oracle_of(fmt, read_x))
 
 
-def _up_to(tokens: int, sizes: Sequence[int]) -> int:
+def up_to(tokens: int, sizes: Sequence[int]) -> int:
     """The smallest of ``sizes`` that holds ``tokens``, else the largest."""
     return next((size for size in sizes if size >= tokens), sizes[-1])
 
@@ -128,7 +136,7 @@ def _tile_bytes(tokens: int) -> int:
 
 
 def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> Choice:
-    tile = _up_to(tokens, (1, 2, 4, SIMD_TOKENS))
+    tile = up_to(tokens, (1, 2, 4, SIMD_TOKENS))
     # A shuffle needs the 8 lanes of a workgroup in one subgroup.
     in_one = profile.subgroup_size >= SIMD_LANES and "subgroup_shuffle" in profile.features
     broadcast = "subgroup" if in_one else "none"
@@ -139,8 +147,8 @@ def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> Choic
 def _matvec(
     profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, lanes: int = 0
 ) -> Choice:
-    tile = _up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
-    lanes = lanes or _up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
+    tile = up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
+    lanes = lanes or up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
     lanes = min(lanes, MATVEC_SHARED // tile)  # a vec4 a lane and token
     spec = (("local_size", lanes), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
     return _kernel("matvec", fmt, "", spec), MATVEC_ROWS, tile
@@ -148,7 +156,7 @@ def _matvec(
 
 def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool, most: int = 64) -> Choice:
     fitting = [tile for tile in TILE_TOKENS if _tile_bytes(tile) <= profile.max_shared_bytes]
-    tile = _up_to(min(tokens, most), fitting)
+    tile = up_to(min(tokens, most), fitting)
     spec = (("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
     return _kernel("matmul", fmt, "", spec), TILE_ROWS, tile
 
@@ -173,7 +181,7 @@ def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bo
 def choose_halves(profile: DeviceProfile, fmt: str, tokens: int) -> Choice:
     """The kernel for the halves of ``tokens`` rows of x, on matrix units."""
     fitting = [tile for tile in COOP_TOKENS if coop_bytes(tile) <= profile.max_shared_bytes]
-    return _coop(profile, fmt, _up_to(tokens, fitting))
+    return _coop(profile, fmt, up_to(tokens, fitting))
 
 
 def variants(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> dict[str, Choice]:
@@ -241,6 +249,7 @@ def linear(
     label: str = "linear",
     halves: Ref | None = None,
     variant: str | None = None,
+    choice: Choice | None = None,
 ) -> list[Step]:
     """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
 
@@ -250,7 +259,8 @@ def linear(
     them are in use in a run: rows beyond are neither read nor written. ``x`` and ``y`` may lie in one
     buffer but must not overlap. One step a part; none waits for another. ``halves``: the same rows of x as
     :func:`xinfer_vk.kernels.halves.split_halves` left them, with room for ``tokens``; then the product is
-    made of these, on matrix units. ``variant``: one of :func:`variants`, else the tuned one.
+    made of these, on matrix units. ``variant``: one of :func:`variants`, else the tuned one; ``choice``:
+    a kernel of another module.
 
     Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
     begin at a multiple of 4 words and of 8 rows, and for parts that cut a gate from its up.
@@ -263,7 +273,9 @@ def linear(
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
     if variant is None:
         variant = tuned_variant(profile, fmt, sum(part.rows for part in parts), cols, tokens)
-    if halves is not None:
+    if choice is not None:
+        kernel, tile_rows, tile_tokens = choice
+    elif halves is not None:
         tile = int(variant.split()[1]) if variant.startswith("coop") else 0
         kernel, tile_rows, tile_tokens = (
             _coop(profile, fmt, tile) if tile else choose_halves(profile, fmt, tokens)

@@ -6,8 +6,9 @@ mutable activations are declared in one place, :class:`Activations`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from xinfer_vk.cache import KVCache
 from xinfer_vk.kernels.advance import advance
@@ -19,8 +20,11 @@ from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.matmul import linear, tuned_halves, tuned_variant
+from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
+from xinfer_vk.kernels.matmul_a8 import linear_a8
 from xinfer_vk.kernels.norm_rope import norm_rope
 from xinfer_vk.kernels.order_columns import order_columns
+from xinfer_vk.kernels.quantize_rows import quantize_rows
 from xinfer_vk.kernels.rmsnorm import Then, rmsnorm
 from xinfer_vk.kernels.rope import rope
 from xinfer_vk.kernels.routing import Routing, combine, group, route, routing_words
@@ -55,7 +59,7 @@ class RopeTable:
 class Activations:
     """Every intermediate result of a step, in one device buffer, for at most ``tokens`` rows in and
     ``outputs`` rows out. A plan for a smaller batch uses the first rows. ``ordered_width``: columns of the
-    widest matrix with an order of its own.
+    widest matrix with an order of its own; ``quantized_width``: words of the widest quantized row.
 
     ``partials`` is working space of attention and argmax, which never run at the same time.
     """
@@ -69,6 +73,7 @@ class Activations:
         outputs: int,
         max_context: int,
         ordered_width: int = 0,
+        quantized_width: int = 0,
     ) -> None:
         c, profile = config, runtime.profile
         q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -100,6 +105,7 @@ class Activations:
                 1,
                 halves if multiplies_halves(profile, most) else 0,
             ),  # a product's input in two f16 planes, for matrix units
+            "quantized": (most, quantized_width),  # a product's input in 8 bits
             "partials": (1, partials),
         }
         total, offsets = 0, {}
@@ -122,12 +128,13 @@ class Activations:
         self.logits = rows_of["logits"]
         self.ordered = rows_of["ordered"]
         self.halves = rows_of["halves"].ref
+        self.quantized = rows_of["quantized"]
         self.partials = rows_of["partials"].ref
 
 
 class Graph:
     """Collects the steps of one plan. Shapes in the methods' comments are ``[rows, columns]``;
-    T is ``tokens``, R is ``outputs``."""
+    T is ``tokens``, R is ``outputs``. ``activation_dtype``: of the inputs of products, "f32" or "int8"."""
 
     def __init__(
         self,
@@ -140,8 +147,9 @@ class Graph:
         state: Buffer,
         cache: KVCache,
         rope_tables: Mapping[str, RopeTable],
+        activation_dtype: str = "f32",
     ) -> None:
-        self.profile, self.config = profile, config
+        self.profile, self.config, self.activation_dtype = profile, config, activation_dtype
         self.tokens, self.outputs = tokens, outputs
         self.act, self.state, self.cache, self.rope_tables = activations, state, cache, rope_tables
         self.steps: list[Step] = []
@@ -190,18 +198,40 @@ class Graph:
         ``epilogue``: "store", "add" (``out += …``, the residual connection), "swiglu" or "geglu" (rows
         come in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]`` or gelu).  [T, out features]
         """
-        halves: Ref | None = None
+        self._multiply(x, weights, out, self.tokens, "tokens", epilogue, label)
+
+    def _multiply(
+        self, x: Rows, weights: Sequence[Matrix], out: Rows, rows: int, count: str, epilogue: str, label: str
+    ) -> None:
+        """Products of one input, which is brought into the order and the format that each matrix wants."""
+        halves: Ref | None = None  # of x, in its own order
+        quantized: Rows | None = None
         for w in weights:
-            at = self._ordered(x, w, self.tokens, "tokens")
-            if not self._takes_halves(w, self.tokens):
-                halves = None
-            elif halves is None or w.order is not None:
-                halves = self._halves(at, w.cols, self.tokens, "tokens")
-            self.steps += linear(
-                self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, self.tokens,
-                self.state, w.bias, epilogue, "tokens", label, halves,
+            at = self._ordered(x, w, rows, count)
+            product: Callable[..., list[Step]] = linear
+            if self.activation_dtype == "int8" and w.fmt in A8_FORMATS:
+                if quantized is None or w.order is not None:
+                    quantized = self._quantized(at, w.cols, rows, count)
+                at, product = quantized, linear_a8
+                quantized = None if w.order is not None else quantized
+            elif self._takes_halves(w, rows):
+                if halves is None or w.order is not None:
+                    halves = self._halves(at, w.cols, rows, count)
+                product = partial(linear, halves=halves)
+                halves = None if w.order is not None else halves
+            self.steps += product(
+                self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, rows,
+                self.state, w.bias, epilogue, count, label,
             )  # fmt: skip
             out = out.columns(w.rows)
+
+    def _quantized(self, x: Rows, cols: int, rows: int, count: str) -> Rows:
+        """The rows of ``x`` in 8 bits."""
+        out = self.act.quantized
+        self.steps += quantize_rows(
+            self.profile, x.ref, x.stride, out.ref, out.stride, cols, rows, self.state, count
+        )
+        return out
 
     def _takes_halves(self, w: Matrix, rows: int) -> bool:
         return tuned_variant(self.profile, w.fmt, w.rows, w.cols, rows).startswith("coop")
@@ -338,14 +368,7 @@ class Graph:
     def head(self, weights: Matrix) -> None:
         """``logits = final Wᵀ``, with the config's soft cap if it has one  [R, vocabulary]"""
         logits = self.act.logits
-        final = self._ordered(self.act.final, weights, self.outputs, "outputs")
-        halves = None
-        if self._takes_halves(weights, self.outputs):
-            halves = self._halves(final, weights.cols, self.outputs, "outputs")
-        self.steps += linear(
-            self.profile, weights.fmt, weights.parts, weights.cols, final.ref, final.stride, logits.ref,
-            logits.stride, self.outputs, self.state, weights.bias, "store", "outputs", "head", halves,
-        )  # fmt: skip
+        self._multiply(self.act.final, (weights,), logits, self.outputs, "outputs", "store", "head")
         if cap := self.config.logit_softcap:
             self.steps += softcap(
                 self.profile, logits.ref, logits.stride, self.config.vocab_size, cap, self.outputs, self.state

@@ -13,6 +13,7 @@ from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.copy_words import copy_words
 from xinfer_vk.kernels.norm_rope import norm_rope
 from xinfer_vk.kernels.order_columns import order_columns
+from xinfer_vk.kernels.quantize_rows import quantize_rows, quantized_words
 from xinfer_vk.kernels.rmsnorm import Then, rmsnorm
 from xinfer_vk.kernels.rope import rope, rope_table
 from xinfer_vk.kernels.softcap import softcap
@@ -57,6 +58,28 @@ def _order_columns(cols: int, used: int, rows: int) -> Build:
         return order_columns(
             bench.profile, Ref(x), cols + 3, Ref(order), Ref(y, 5), cols + 1, cols, rows, state, "tokens"
         )
+
+    return build
+
+
+# -- quantize_rows -----------------------------------------------------------------------------------
+
+QUANTIZE = Tolerance(0.0, 1e-6, "a division and a product; bytes of whole steps are exact")
+
+
+def _quantize_rows(cols: int, used: int, rows: int) -> Build:
+    """Of values that are whole steps, so that the last bit of a division decides nothing."""
+
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(cols)
+        steps = rng.integers(-127, 128, (rows, cols)).astype(np.float32)
+        steps[:, ::32] = 127
+        scales = np.repeat(2.0 ** rng.integers(-9, 9, (rows, cols // 32)), 32, axis=1)
+        x = bench.filled("x", (steps * scales).astype(np.float32))
+        state = Batch(((0, used),), rows).state_buffer(bench)
+        stride = quantized_words(cols) + 3
+        y = bench.buffer("y", 5 + rows * stride)
+        return quantize_rows(bench.profile, Ref(x), cols, Ref(y, 5), stride, cols, rows, state, "tokens")
 
     return build
 
@@ -350,6 +373,10 @@ def _cases() -> list[Case]:
             name = f"{kv_dtype}, {kv_heads} heads of {head_dim}, {batch.tokens} of {batch.rows} tokens"
             build = _copy_region(kv_dtype, kv_heads, head_dim, batch)
             cases += kernel_cases("copy_region", name, build, EXACT, views={"cache": kv_dtype}, quick=quick)
+    for cols, used, rows in ((32, 1, 1), (4864, 7, 8)):
+        name = f"{cols} columns, {used} of {rows} rows"
+        build = _quantize_rows(cols, used, rows)
+        cases += kernel_cases("quantize_rows", name, build, QUANTIZE, quick=cols > 32)
     for cols, used, rows in ((1, 1, 1), (65, 2, 3), (4864, 7, 8)):
         name = f"{cols} columns, {used} of {rows} rows"
         cases += kernel_cases("order_columns", name, _order_columns(cols, used, rows), EXACT, quick=cols > 65)

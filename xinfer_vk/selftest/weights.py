@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from xinfer_vk.kernels.layout import (
     scale_words,
 )
 from xinfer_vk.kernels.matmul import PAIRED, linear
+from xinfer_vk.kernels.matmul_a8 import linear_a8
+from xinfer_vk.kernels.quantize_rows import quantize, quantized_words
 from xinfer_vk.plan import BufferKind, Step
 from xinfer_vk.selftest.batch import Batch
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
@@ -99,8 +102,10 @@ def _embed(fmt: str) -> Build:
 
 
 def _linear(
-    fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds: tuple[int, ...], halves: bool = False
-) -> Build:
+    fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds: tuple[int, ...],
+    halves: bool = False, int8: bool = False,
+) -> Build:  # fmt: skip
+    """``halves``: on matrix units; ``int8``: products of integers, with ``x`` in 8 bits."""
     cols, count = (256 if fmt in SUPER_FORMATS else 288), "outputs" if tokens == 1 else "tokens"
 
     def build(bench: Bench) -> list[Step]:
@@ -108,9 +113,12 @@ def _linear(
         rows = bounds[-1]
         parts = _parts(bench, fmt, cols, bounds, rng)
         width = rows // 2 if epilogue in PAIRED else rows
-        x_stride, y_stride = cols + 4, width + 3
+        x_stride, y_stride = (quantized_words(cols) if int8 else cols) + 4, width + 3
         x = np.full((tokens, x_stride), np.nan, np.float32)
-        x[:used, :cols] = rng.standard_normal((used, cols))
+        values = rng.standard_normal((used, cols)).astype(np.float32)
+        if int8:
+            values = quantize(values).view(np.float32)
+        x[:used, : values.shape[1]] = values
         x_buffer = bench.filled("x", x)
         y = bench.buffer("y", 1 + tokens * y_stride)
         if epilogue == "add":
@@ -124,9 +132,10 @@ def _linear(
         if halves:
             split = Ref(bench.buffer("halves", halves_words(tokens, cols)))
             steps = split_halves(Ref(x_buffer), x_stride, cols, split, tokens, state, count)
-        return steps + linear(
+        product = linear_a8 if int8 else partial(linear, halves=split)
+        return steps + product(
             bench.profile, fmt, parts, cols, Ref(x_buffer), x_stride, Ref(y, 1), y_stride, tokens,
-            state, Ref(biases, 2) if bias else None, epilogue, count, halves=split,
+            state, Ref(biases, 2) if bias else None, epilogue, count,
         )  # fmt: skip
 
     return build
@@ -150,6 +159,14 @@ def _cases() -> list[Case]:
             dataclasses.replace(case, applies=lambda profile: multiplies_halves(profile, 64))
             for case in kernel_cases("linear", f"{fmt}, 33 of 64 rows, on matrix units", build, PRODUCT)
         ]
+    for fmt in ("q8_0", "q4_0", "q4_1", "int4_g128", "int8_g32"):
+        for used, tokens, epilogue, bias, bounds in (
+            (1, 1, "store", True, (0, 70)), (5, 8, "add", False, (0, 32, 67)),
+            (33, 64, "swiglu", True, (0, 134)),
+        ):  # fmt: skip
+            build = _linear(fmt, used, tokens, epilogue, bias, bounds, int8=True)
+            variant = f"{fmt}, {used} of {tokens} rows in 8 bits, {epilogue}" + (" with bias" if bias else "")
+            cases += kernel_cases("linear", variant, build, PRODUCT, quick=fmt == "q4_0")
     return cases
 
 

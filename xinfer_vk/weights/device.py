@@ -186,6 +186,11 @@ class WeightPlanner:
         ]
         for alike in zip(*tensors):
             _refuse_unlike(alike)
+            if (ordered := next((t for t in alike if t.order is not None), None)) is not None:
+                raise ModelError(
+                    f"{ordered.where}: the columns of {quoted(ordered.name)} are in activation order, which "
+                    "is not supported for experts: use a checkpoint with desc_act false"
+                )
         out = []
         for fmt, run in groupby(range(len(parts)), key=lambda i: tensors[0][i].fmt):
             members = tuple(run)

@@ -1,0 +1,97 @@
+"""Matrix products with activations in 8 bits (W8A8): products of integers, scaled once per 32 columns.
+
+``x`` is quantized first (:mod:`xinfer_vk.kernels.quantize_rows`); what is multiplied then are the weights'
+integers by those of ``x``, by the device's dot product of bytes where it has one, so that the result is that
+of :func:`xinfer_vk.kernels.matmul.linear` with the rounded ``x``, up to the order of sums in f32.
+
+Two shader families: ``matvec_a8`` for few tokens, and on CPU devices for any number; ``matmul_a8`` for GPUs
+and many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from xinfer_vk.kernels import matmul
+from xinfer_vk.kernels.base import Part, Ref, ceil_div
+from xinfer_vk.kernels.layout import GROUP_LAYOUTS, shader_format, units
+from xinfer_vk.kernels.matmul import (
+    BINDINGS,
+    MATVEC_LANES,
+    MATVEC_SHARED,
+    MATVEC_TOKENS,
+    PARAMS,
+    Choice,
+    up_to,
+)
+from xinfer_vk.kernels.quantize_rows import dequantize, quantized_words
+from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step
+
+FORMATS = ("q8_0", "q4_0", "q4_1", *GROUP_LAYOUTS)  # of weights that are integers and a scale
+
+SIMD_LANES = 8  # each computes four rows
+TILE_LANES, TILE_ROWS, TILE_TOKENS, TILE_BLOCKS = 256, 64, (16, 32, 64), 4
+
+
+def _x(call: OracleCall, tokens: int) -> np.ndarray:
+    """What the quantized rows stand for: f32 [tokens, cols]."""
+    p = call.p
+    words = quantized_words(p.cols)
+    return dequantize(matmul.rows_view(call.u32("x"), p.x_offset, p.x_stride, tokens, words), p.cols)
+
+
+@cache
+def _kernel(family: str, fmt: str, integers: str, spec: tuple[tuple[str, int], ...]) -> Kernel:
+    shader_fmt, fmt_spec = shader_format(fmt)
+    name, shader = f"{family}.{fmt}.{integers}", f"{family}.{shader_fmt}.{integers}"
+    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, matmul.oracle_of(fmt, _x))
+
+
+def tile_bytes(tokens: int) -> int:
+    """Shared memory of a matmul_a8 workgroup: tiles of W and x, their scales, and where rows of x begin."""
+    quads = TILE_ROWS // 4
+    block = 8 * ((quads + 1) * 16 + (tokens + 1) * 4) + quads * 2 * 16 + tokens * 8
+    return TILE_BLOCKS * block + tokens * 4
+
+
+def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int) -> Choice:
+    """The kernel for ``tokens`` rows of x."""
+    integers = "dot" if "integer_dot_product" in profile.features else "plain"
+    if profile.simd or tokens <= MATVEC_TOKENS:
+        tile = up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
+        quads, lanes = SIMD_LANES, SIMD_LANES
+        if not profile.simd:
+            lanes = up_to(2 * ceil_div(units(fmt, cols), 4), MATVEC_LANES)
+            quads, lanes = 2, min(lanes, MATVEC_SHARED // tile)  # a vec4 a lane and token
+        spec = (("local_size", lanes), ("tokens", tile), ("quads", quads), ("experts", 0))
+        return _kernel("matvec_a8", fmt, integers, spec), 4 * quads, tile
+    fitting = [tile for tile in TILE_TOKENS if tile_bytes(tile) <= profile.max_shared_bytes]
+    tile = up_to(tokens, fitting)
+    spec = (("local_size", TILE_LANES), ("tokens", tile), ("blocks", TILE_BLOCKS), ("experts", 0))
+    return _kernel("matmul_a8", fmt, integers, spec), TILE_ROWS, tile
+
+
+def linear_a8(
+    profile: DeviceProfile,
+    fmt: str,
+    parts: Sequence[Part],
+    cols: int,
+    x: Ref,
+    x_stride: int,
+    y: Ref,
+    y_stride: int,
+    tokens: int,
+    state: Buffer,
+    bias: Ref | None,
+    epilogue: str,
+    count: str,
+    label: str = "linear",
+) -> list[Step]:
+    """As :func:`xinfer_vk.kernels.matmul.linear`, with ``x`` of quantized rows and ``fmt`` of FORMATS."""
+    return matmul.linear(
+        profile, fmt, parts, cols, x, x_stride, y, y_stride, tokens, state, bias, epilogue, count, label,
+        choice=choose(profile, fmt, cols, tokens),
+    )  # fmt: skip
