@@ -228,7 +228,8 @@ def small_heap(fresh, size: int):
 )
 def test_more_than_is_free_is_refused_with_both_sizes_and_what_helps(fresh, kind, remedy):
     fresh.read(fresh.allocate("first", 8, kind), 0, 8)
-    fresh._memory._info = small_heap(fresh, fresh.allocated_bytes + (1 << 20))
+    heap = fresh.info.heap_of(mapped=not fresh._memory.discrete)  # staging may lie in another one
+    fresh._memory._info = small_heap(fresh, fresh._memory._heap_bytes[heap] + (1 << 20))
     fresh.allocate("half", 1 << 17, kind)
     with pytest.raises(
         OutOfMemoryError, match=rf"'rest' needs 1\.0 MiB and .* has 512\.0 KiB free: .*{remedy}"
