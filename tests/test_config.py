@@ -511,6 +511,7 @@ def test_phi3_is_read_as_published() -> None:
     factors = {"long_factor": [1.0 + i for i in range(6)], "short_factor": [1.0] * 6}
     published = {
         "architectures": ["Phi3ForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
         "model_type": "phi3",
         "hidden_size": 64,
         "num_attention_heads": 4,
@@ -535,6 +536,29 @@ def test_phi3_is_read_as_published() -> None:
     )
     older = config_from_hf({**published, "rope_scaling": {"type": "su", **factors}})
     assert older == config
+
+
+def test_gemma_3_4b_is_read_as_published() -> None:
+    """The text_config of google/gemma-3-4b-it, which leaves the most to the defaults."""
+    config = config_from_hf(
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+            "eos_token_id": [1, 106],
+        }
+    )
+    assert (config.heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert (config.max_position, config.eos_token_ids, config.tie_word_embeddings) == (131072, (1, 106), True)
+    assert (config.rope_theta, config.rope_scaling) == (1e6, RopeScaling("linear", 8.0))
+    assert (config.local_rope_theta, config.attention_scale, config.hidden_act) == (1e4, 1 / 16, "gelu_tanh")
+    assert config.layer_windows[:12] == ((1024,) * 5 + (None,)) * 2
+    assert config.layer_ropes[:12] == (("local",) * 5 + ("global",)) * 2
+    assert np.allclose(rope_inv_freq(config), 1e6 ** -(np.arange(128) / 128) / 8)
+    assert np.allclose(rope_inv_freq(config, "local"), 1e4 ** -(np.arange(128) / 128))
 
 
 def test_gemma_scales_scores_by_its_own_number() -> None:

@@ -186,7 +186,8 @@ def config_from_hf(
     architecture = family.architecture
     neutral = {key: harmless for key, harmless in HF_NEUTRAL.items() if key not in family.keys}
     _refuse_unless_neutral(f, neutral)
-    if isinstance(f.raw("auto_map", {}), dict) and "AutoModelForCausalLM" in f.raw("auto_map", {}):
+    own_code = f.raw("auto_map", {})
+    if isinstance(own_code, dict) and "AutoModelForCausalLM" in own_code and "auto_map" not in family.keys:
         raise f.wrong("auto_map", "a model that brings its own code is not supported")
 
     layers = f.integer("num_hidden_layers", low=1, high=MAX_LAYERS)

@@ -15,7 +15,7 @@ from typing import Any
 class HFFamily:
     """``architecture``: our name (and GGUF's, but for Mistral). ``classes``: of transformers, for
     ``architectures``. ``keys``: those of :data:`~xinfer_vk.models.config.HF_NEUTRAL` that mean
-    something here."""
+    something here, and ``auto_map`` where it means nothing."""
 
     architecture: str
     classes: tuple[str, ...]
@@ -200,7 +200,8 @@ HF_FAMILIES = (
             "eos_token_id": 32000,
             "sliding_window": None,
         },
-        frozenset({"partial_rotary_factor"}),
+        # Microsoft's checkpoints bring the code that transformers has taken over since.
+        frozenset({"partial_rotary_factor", "auto_map"}),
     ),
 )
 
