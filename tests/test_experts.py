@@ -104,15 +104,27 @@ def test_experts_that_are_not_chosen_are_not_read(runtime: Any, tmp_path: Path) 
 
 
 def test_experts_on_matrix_units_give_the_same_logits() -> None:
-    """Where the tuner found them fastest for a matrix of the same format; by the oracles here."""
+    """Where the tuner found them fastest for such a matrix; by the oracles here."""
     units = {"cooperative_matrix", "float16"}
-    tuned = {f"bf16 8x8 for {tokens}": "coop 16" for tokens in (16, 32, 64)}
+    tuned = {
+        "bf16 80x32 for 16": "coop 16",
+        "bf16 32x40 for 16": "matmul 16",
+        "bf16 80x32 for 1": "matvec 256",
+    }
     profile = replace(NUMPY_PROFILE, simd=False, subgroup_size=32, features=frozenset(units), tuned=tuned)
     token_ids, want = reference("mixtral")
     model = Loaded(NumpyRuntime(profile), FOLDER / "mixtral")
     assert worst(model.logits(token_ids[:64], None), want[:64]) <= TOLERANCE
     kernels = [step.kernel.name for step in model.runner.last_plan.steps]
-    assert kernels.count("matmul_coop.bf16.experts") == 4 and kernels.count("split_halves") == 4
+    assert kernels.count("matmul_coop.bf16.experts") == 2 and kernels.count("split_halves") == 2
+    assert kernels.count("matmul.bf16.experts") == 2
+    model.logits(token_ids[:1], None)
+    lanes = [
+        dict(step.kernel.spec)["local_size"]
+        for step in model.runner.last_plan.steps
+        if step.kernel.name == "matvec.bf16.experts"
+    ]
+    assert lanes == [256, 64] * 2
 
 
 # -- files -------------------------------------------------------------------------------------------

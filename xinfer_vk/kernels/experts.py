@@ -17,7 +17,15 @@ import numpy as np
 from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.kernels.halves import read_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words
-from xinfer_vk.kernels.matmul import EPILOGUES, SPLIT_FAMILIES, apply_epilogue, choose, choose_halves
+from xinfer_vk.kernels.matmul import (
+    EPILOGUES,
+    SPLIT_FAMILIES,
+    apply_epilogue,
+    choose,
+    choose_halves,
+    tuned_variant,
+    variants,
+)
 from xinfer_vk.kernels.routing import Routing, read_tiles
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
@@ -76,7 +84,11 @@ def expert_linear(
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
     if halves is None:
-        plain, tile_rows, tile_pairs = choose(profile, fmt, cols, routing.tile, aligned)
+        known = variants(profile, fmt, cols, routing.tile, aligned)
+        name = tuned_variant(profile, fmt, rows, cols, routing.tile)
+        if name not in known or name.startswith("coop") or known[name][2] < routing.tile:
+            name = "default"
+        plain, tile_rows, tile_pairs = known[name]
     else:
         plain, tile_rows, tile_pairs = choose_halves(profile, fmt, routing.tile)
         x, x_stride = halves, routing.tokens if x_of_tokens else routing.pairs

@@ -224,14 +224,6 @@ def tuned_variant(profile: DeviceProfile, fmt: str, rows: int, cols: int, tokens
     return profile.tuned.get(tuned_key(fmt, rows, cols, tokens), "default")
 
 
-def tuned_halves(profile: DeviceProfile, fmt: str, tokens: int) -> bool:
-    """Whether matrix units were found right, and fastest, for any matrix in ``fmt`` and so many rows of x."""
-    return any(
-        name.startswith("coop") and key.startswith(f"{fmt} ") and key.endswith(f" for {tokens}")
-        for key, name in profile.tuned.items()
-    )
-
-
 def linear(
     profile: DeviceProfile,
     fmt: str,

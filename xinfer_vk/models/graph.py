@@ -19,7 +19,7 @@ from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
-from xinfer_vk.kernels.matmul import linear, tuned_halves, tuned_variant
+from xinfer_vk.kernels.matmul import linear, tuned_variant
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.matmul_a8 import linear_a8
 from xinfer_vk.kernels.norm_rope import norm_rope
@@ -87,6 +87,7 @@ class Activations:
         e, dense = c.experts, tokens if c.experts is None or not all(c.experts.layers) else 0
         pairs = 0 if e is None else tokens * e.per_token  # of a token and one of its experts
         halves = max(halves_words(most, widest), halves_words(pairs, e.width) if e else 0)
+        halves = halves if multiplies_halves(profile, most) else 0
         sizes = {
             "residual": (tokens, c.hidden_size),  # x: the residual stream
             "normed": (tokens, c.hidden_size),  # RMSNorm(x), input of the projections
@@ -101,10 +102,7 @@ class Activations:
             "final": (outputs, c.hidden_size),  # RMSNorm(x) of the rows that want logits
             "logits": (outputs, c.vocab_size),
             "ordered": (most, ordered_width),  # a product's input in its matrix' order
-            "halves": (
-                1,
-                halves if multiplies_halves(profile, most) else 0,
-            ),  # a product's input in two f16 planes, for matrix units
+            "halves": (1, halves),  # a product's input in two f16 planes, for matrix units
             "quantized": (most, quantized_width),  # a product's input in 8 bits
             "partials": (1, partials),
         }
@@ -233,7 +231,7 @@ class Graph:
         )
         return out
 
-    def _takes_halves(self, w: Matrix, rows: int) -> bool:
+    def _takes_halves(self, w: Matrix | ExpertMatrix, rows: int) -> bool:
         return tuned_variant(self.profile, w.fmt, w.rows, w.cols, rows).startswith("coop")
 
     def _halves(self, x: Rows, cols: int, rows: int, count: str) -> Ref:
@@ -303,7 +301,7 @@ class Graph:
         """``out[pair] = x[pair] W_eᵀ``, or x of the pair's token, with the expert e that the pair chose;
         ``epilogue`` as in :func:`xinfer_vk.kernels.matmul.linear`.  [T * per_token, out features]"""
         halves, r = None, routing
-        if tuned_halves(self.profile, weights.fmt, r.tile):
+        if self._takes_halves(weights, r.tile):
             rows, counted = (r.tokens, self.state) if x_of_tokens else (r.pairs, r.buffer)
             halves = self.act.halves
             self.steps += split_halves(

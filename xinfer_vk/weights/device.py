@@ -113,13 +113,14 @@ class _ExpertSpan:
 
 @dataclass(eq=False)
 class ExpertMatrix:
-    """The matrix ``[rows, cols]`` of every expert of a layer, each packed as a :class:`Matrix` of one part,
-    ``words`` from one to the next. ``parts`` may be asked for after the upload."""
+    """The matrix ``[rows, cols]`` of every expert of a layer, ``matrices``, each in one part, ``words`` from
+    one to the next. ``parts`` may be asked for after the upload."""
 
     fmt: str
     rows: int
     cols: int
     words: int
+    matrices: tuple[Matrix, ...] = field(repr=False)
     spans: tuple[_ExpertSpan, ...] = field(repr=False)
 
     @property
@@ -197,13 +198,15 @@ class WeightPlanner:
             rows, whole = sum(parts[i][1] for i in members), len(members) == len(parts) > 1
             words = ceil_div(matrix_words(fmt, rows, cols), ALIGN_WORDS) * ALIGN_WORDS
             spans = tuple(self._place_experts(f"{name}.0.{parts[members[0]][0]}", count, words))
+            matrices = []
             for span in spans:
                 for i in range(span.count):
                     chosen = tuple(tensors[span.first + i][k] for k in members)
                     matrix = Matrix(fmt, rows, cols, chosen, interleave and whole)
                     matrix.spans = (_Span(span.arena, span.offset + i * words, 0, rows),)
-                    self._matrices.append(matrix)
-            out.append(ExpertMatrix(fmt, rows, cols, words, spans))
+                    matrices.append(matrix)
+            self._matrices += matrices
+            out.append(ExpertMatrix(fmt, rows, cols, words, tuple(matrices), spans))
         return tuple(out)
 
     def vector(self, name: str, n: int, *, scale: float = 1.0) -> Ref:
