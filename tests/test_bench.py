@@ -157,7 +157,7 @@ def test_a_bench_runs_what_a_test_says(runtime, tiny, fmt):
     assert (len(tg.run_s), len(tg.step_s), tg.steps) == (2, 8, 4)
     assert 0 < tg.device_s < max(tg.run_s) and 0 < tg.host_step_s < min(tg.step_s) + 0.01
     assert tg.bytes_read == 4 * 12 and pp.bytes_read == 8
-    assert tg.dispatches > 4 * 20 and tg.submits == 4
+    assert tg.dispatches > 4 * 20 and 1 <= tg.submits <= 4  # several steps may be one
     # all weights but the embedding, of which a row is looked up
     norms = 5 * 96 * 4
     table = matrix_words("bf16" if fmt == "bf16" else "q5_0", 301, 96) * 4
@@ -346,6 +346,6 @@ def test_plots_are_drawn_of_what_has_several_points(tmp_path, capsys, tiny):
 def test_a_line_joins_rows_that_differ_in_one_thing_only():
     rows = [record(f"tg8 @ d{d}, b{b}", depth=d, batch=b) for d in (0, 4) for b in (1, 2)]
     rows.append(record("tg8 @ d9, b3", depth=9, batch=3))
-    found = lines(rows, "tg", lambda r: r["depth"], lambda r: r["batch"])
+    found = lines(rows, "tg", lambda r: r["depth"], lambda r: f"b{r['batch']}")
     assert [[x for x, _ in line] for line in found.values()] == [[0, 4], [0, 4]]
-    assert list(found) == ["m, 1", "m, 2"]
+    assert list(found) == ["m, b1", "m, b2"]

@@ -42,8 +42,10 @@ def save_plots(folder: str, records: Sequence[Record]) -> list[Path]:
 
 def draw_context(records: Sequence[Record]) -> Any:
     """Milliseconds a token against the tokens in the cache, and to the first token against the prompt."""
-    decode = lines(records, "tg", lambda r: r["depth"], lambda r: (r["new_tokens"], r["batch"]))
-    prefill = lines(records, "pp", lambda r: r["prompt_tokens"], lambda r: (r["depth"], r["batch"]))
+    decode = lines(records, "tg", lambda r: r["depth"], lambda r: f"tg{r['new_tokens']}, b{r['batch']}")
+    prefill = lines(
+        records, "pp", lambda r: r["prompt_tokens"], lambda r: f"pp @ d{r['depth']}, b{r['batch']}"
+    )
     return two_panels(
         (decode, "tpot_s", "tokens in the cache", "ms a token (TPOT)"),
         (prefill, "ttft_s", "prompt tokens", "ms to the first token (TTFT)"),
@@ -53,8 +55,8 @@ def draw_context(records: Sequence[Record]) -> Any:
 
 def draw_batch(records: Sequence[Record]) -> Any:
     """Tokens a second of all sequences together against how many there are."""
-    decode = lines(records, "tg", lambda r: r["batch"], lambda r: (r["new_tokens"], r["depth"]))
-    prefill = lines(records, "pp", lambda r: r["batch"], lambda r: (r["prompt_tokens"], r["depth"]))
+    decode = lines(records, "tg", lambda r: r["batch"], lambda r: f"tg{r['new_tokens']} @ d{r['depth']}")
+    prefill = lines(records, "pp", lambda r: r["batch"], lambda r: f"pp{r['prompt_tokens']} @ d{r['depth']}")
     return two_panels(
         (decode, "tok_per_s", "sequences", "decoded tok/s, all together"),
         (prefill, "tok_per_s", "sequences", "prefilled tok/s, all together"),
@@ -65,10 +67,11 @@ Lines = dict[str, list[tuple[int, Record]]]  # by label: x and the row
 
 
 def lines(
-    records: Sequence[Record], kind: str, x: Callable[[Record], int], rest: Callable[[Record], Any]
+    records: Sequence[Record], kind: str, x: Callable[[Record], int], rest: Callable[[Record], str]
 ) -> Lines:
-    """Rows of a kind that differ in nothing but ``x``, by what they have in common; at least two points."""
-    found: dict[tuple[Any, ...], list[Record]] = {}
+    """Rows of a kind that differ in nothing but ``x``, by what they have in common (``rest`` besides model,
+    device and KV format) where lines differ in it; at least two points."""
+    found: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record["kind"] == kind:
             found.setdefault(
@@ -77,7 +80,7 @@ def lines(
     several = [key for key, rows in found.items() if len({x(r) for r in rows}) > 1]
     named: Lines = {}
     for key in several:
-        differing = [str(part) for i, part in enumerate(key) if len({k[i] for k in several}) > 1 or i == 0]
+        differing = [part for i, part in enumerate(key) if len({k[i] for k in several}) > 1 or i == 0]
         named[", ".join(differing)] = [(x(r), r) for r in sorted(found[key], key=x)]
     return named
 

@@ -110,7 +110,7 @@ def as_record(
         "warm_up": warm_up,
         "tune": subject.tune,
         "load_included": False,
-        "synchronised": "every step",
+        "synchronised": "every submit",
         "tok_per_s": statistics.median(m.rates),
         "tok_per_s_min": min(m.rates),
         "tok_per_s_max": max(m.rates),
@@ -273,7 +273,7 @@ def headline(r: Mapping[str, Any]) -> str:
     return (
         f"{r['device']} ({r['driver']}, layer {'on' if r['layer'] else 'off'}), xinfer-vk {version}; "
         f"copies {copies:.1f} GB/s, computes {computes:.0f} GFLOP/s; median of {r['repeats']} after "
-        f"{r['warm_up']} to warm up, loading left out, synchronised at every step"
+        f"{r['warm_up']} to warm up, loading left out, every submit waited for"
     )
 
 

@@ -246,7 +246,8 @@ class Bench:
         self, subject: Subject, tests: Sequence[Workload], kv_dtype: str, progress: Progress | None = None
     ) -> None:
         self.subject, self.kv_dtype = subject, kv_dtype
-        self._cost = Cost()  # of the repetition under way
+        self._ahead: int | None = None  # decode steps in a submit, once that is decided
+        self._cost: Cost | None = None  # of the repetition under way, where it is wanted
         tell = progress or (lambda stage, done, total: None)
         check_workloads(subject.config, tests)
         longest, batch = max(t.depth + t.tokens for t in tests), max(t.batch for t in tests)
@@ -269,16 +270,13 @@ class Bench:
         try:
             if test.depth:
                 self._prefill(sequences, test.depth)
-            runs: list[list[float]] = []
+            self._cost = None
+            self._warm_up(test, sequences, warm_up)
             before, device_s = self._counts(), self.runner.device_s
-            for repeat in range(warm_up + repeats):
-                for sequence in sequences:
-                    cache.truncate(sequence, test.depth)
-                if repeat == warm_up:
-                    runs.clear()
-                    before, device_s = self._counts(), self.runner.device_s
-                self._cost = Cost()
-                runs.append(self._run(test, sequences))
+            runs = []
+            for repeat in range(repeats):
+                self._cost = Cost() if repeat == repeats - 1 else None
+                runs.append(self._repeat(test, sequences))
             device_s = (self.runner.device_s - device_s) / repeats
             counts = [(now - then) // repeats for now, then in zip(self._counts(), before)]
         finally:
@@ -287,6 +285,7 @@ class Bench:
         dispatches, barriers, submits, bytes_read = counts
         times = [sum(steps) for steps in runs]
         steps = tuple(times) if test.kind == "pp" else tuple(s for run in runs for s in run)
+        assert self._cost is not None, "the last repetition counts"
         return Measurement(
             test, tuple(times), steps, len(runs[0]), self._cost, dispatches, barriers, submits, bytes_read,
             device_s, cache.bytes,
@@ -324,24 +323,45 @@ class Bench:
         what = f"{size * test.batch} token{'s' if size * test.batch > 1 else ''} at depth {test.depth}"
         return Profile(what, kernels)
 
-    def _run(self, test: Workload, sequences: list[CachedSequence]) -> list[float]:
-        """Seconds of each step."""
+    def _warm_up(self, test: Workload, sequences: list[CachedSequence], runs: int) -> None:
+        """Run a test so many times, decide how many decode steps are one submit, and go on until everything
+        that takes has been recorded and has settled (a plan does in its second run)."""
+        self._ahead, compiled = None, self.runner.compile_s
+        for _ in range(runs):
+            compiled = self.runner.compile_s
+            self._repeat(test, sequences)
+        if runs and test.kind == "tg":
+            self._ahead = self.runner.steps_ahead(test.batch, test.tokens)
+        while runs and compiled != self.runner.compile_s:
+            compiled = self.runner.compile_s
+            self._repeat(test, sequences)
+
+    def _repeat(self, test: Workload, sequences: list[CachedSequence]) -> list[float]:
+        """Run a test once, from its depth on. Seconds of each step."""
+        for sequence in sequences:
+            self.runner.cache.truncate(sequence, test.depth)
         if test.kind == "pp":
             return self._prefill(sequences, test.tokens)
         tokens = [self._token(i) for i in range(test.batch)]
         seconds: list[float] = []
         while len(seconds) < test.tokens:
-            steps = self.runner.steps_ahead(test.batch, test.tokens - len(seconds))
+            # What comes next depends on what came, and several steps run at once, both as in use.
+            left = test.tokens - len(seconds)
+            if self._ahead is None:
+                ahead = self.runner.steps_ahead(test.batch, left)
+            else:
+                ahead = min(self._ahead, 1 << left.bit_length() - 1)
             chunks = [Chunk(s, [token]) for s, token in zip(sequences, tokens)]
             began = time.perf_counter()
-            if steps > 1:
-                chosen = self.runner.run_ahead(chunks, "argmax", steps)[-1]
+            if ahead > 1:
+                chosen = self.runner.run_ahead(chunks, "argmax", ahead)
             else:
-                chosen = self.runner.run(chunks)
-            seconds += [(time.perf_counter() - began) / steps] * steps
-            tokens = [int(token) for token in chosen]  # what comes next depends on what came, as in use
-            middle = (steps - 1) // 2  # the plan's steps are all told as that one
-            self._add_cost([(s.length - middle, 1) for s in sequences], test.batch)
+                chosen = self.runner.run(chunks)[None]
+            seconds += [(time.perf_counter() - began) / len(chosen)] * len(chosen)
+            tokens = [int(token) for token in chosen[-1]]
+            # Costs are linear in the lengths (a window apart): the first step's and the last's, averaged.
+            for back in (len(chosen) - 1, 0):
+                self._add_cost([(s.length - back, 1) for s in sequences], test.batch, 0.5)
         return seconds
 
     def _prefill(self, sequences: list[CachedSequence], count: int) -> list[float]:
@@ -370,10 +390,12 @@ class Bench:
     def _token(self, i: int) -> int:
         return 7919 * (i + 1) % self.subject.config.vocab_size
 
-    def _add_cost(self, contexts: list[tuple[int, int]], outputs: int) -> None:
+    def _add_cost(self, contexts: list[tuple[int, int]], outputs: int, share: float = 1.0) -> None:
+        if self._cost is None:
+            return
         assert self.runner.last_plan is not None, "a step was run"
         batch = Batch(sum(new for _, new in contexts), outputs, contexts)
-        self._cost += plan_cost(self.runner.last_plan, batch)
+        self._cost += plan_cost(self.runner.last_plan, batch) * share
 
     def _counts(self) -> tuple[int, int, int, int]:
         """Dispatches, barriers and submits of the device so far, and bytes read back. The NumPy

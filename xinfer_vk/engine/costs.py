@@ -34,6 +34,9 @@ class Cost:
             self.flops + other.flops,
         )
 
+    def __mul__(self, share: float) -> Cost:
+        return Cost(round(self.weight_bytes * share), round(self.kv_bytes * share), round(self.flops * share))
+
 
 @dataclass(frozen=True)
 class Batch:
