@@ -128,6 +128,7 @@ def test_prefills_take_fewer_tokens_where_one_dispatch_takes_too_long(runtime, m
     }  # fmt: skip
     monkeypatch.setitem(shapes.SHAPES, "tiny", config)
     monkeypatch.setattr(sequences, "SUBMIT_S", 1e-9)
+    monkeypatch.setattr("xinfer_vk.engine.runner.LONG_STEP_S", 60.0)
     subject = load_subject(runtime, "tiny:f32", synthetic=True)
     bench = Bench(subject, [Workload("pp", 512)], "f16")
     try:

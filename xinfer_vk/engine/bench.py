@@ -331,7 +331,7 @@ class Bench:
             compiled = self.runner.compile_s
             self._repeat(test, sequences)
         if runs and test.kind == "tg":
-            self._ahead = self.runner.steps_ahead(test.batch, test.tokens)
+            self._ahead, compiled = self.runner.steps_ahead(test.batch, test.tokens), -1.0
         while runs and compiled != self.runner.compile_s:
             compiled = self.runner.compile_s
             self._repeat(test, sequences)
