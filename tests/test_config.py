@@ -11,7 +11,10 @@ import pytest
 from model_files import tiny_config, write_gguf_model, write_hf_model
 
 from xinfer_vk.errors import ModelError
-from xinfer_vk.models.config import ModelConfig, RopeScaling, config_from_gguf, config_from_hf, rope_inv_freq
+from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.models.config_gguf import config_from_gguf
+from xinfer_vk.models.config_hf import config_from_hf
+from xinfer_vk.models.rope_scaling import RopeScaling, rope_inv_freq
 from xinfer_vk.weights.source import open_model
 
 LLAMA3 = {
@@ -568,6 +571,10 @@ def test_gemma_scales_scores_by_its_own_number() -> None:
     lengths = {"gemma2.attention.key_length": 128, "gemma2.attention.value_length": 128}
     metadata = gguf_metadata("gemma2", **sizes, **lengths, **{"gemma2.attention.head_count_kv": 16})
     assert config_from_gguf(metadata).attention_scale == pytest.approx(1 / 12)
+    assert (config_from_gguf(metadata).attention_softcap, config_from_gguf(metadata).logit_softcap) == (
+        50,
+        30,
+    )
     metadata["gemma2.block_count"] = 42
     assert config_from_gguf(metadata).attention_scale == pytest.approx(128**-0.5)
 

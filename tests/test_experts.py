@@ -32,7 +32,9 @@ from test_logits import TOLERANCE, Loaded, worst
 from xinfer_vk.engine.runner import Chunk
 from xinfer_vk.errors import ModelError, NumericError
 from xinfer_vk.kernels.layout import row_words
-from xinfer_vk.models.config import ExpertConfig, config_from_gguf, config_from_hf
+from xinfer_vk.models.config_gguf import config_from_gguf
+from xinfer_vk.models.config_hf import config_from_hf
+from xinfer_vk.models.expert_config import ExpertConfig
 from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
 from xinfer_vk.weights import device
 from xinfer_vk.weights.expert_tensors import one_by_one

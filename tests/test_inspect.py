@@ -10,7 +10,7 @@ from cli_helpers import assert_one_error, xinfer
 from model_files import random_tensors, tiny_config, write_gguf_model, write_hf_model
 
 from xinfer_vk.engine.inspect import FormatCount, inspect_model
-from xinfer_vk.models.config import config_from_hf
+from xinfer_vk.models.config_hf import config_from_hf
 
 
 def test_a_model_that_can_be_run(tiny_model: Path) -> None:

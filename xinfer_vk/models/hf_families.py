@@ -14,7 +14,7 @@ from typing import Any
 @dataclass(frozen=True)
 class HFFamily:
     """``architecture``: our name (and GGUF's, but for Mistral). ``classes``: of transformers, for
-    ``architectures``. ``keys``: those of :data:`~xinfer_vk.models.config.HF_NEUTRAL` that mean
+    ``architectures``. ``keys``: those of :data:`~xinfer_vk.models.config_hf.HF_NEUTRAL` that mean
     something here, and ``auto_map`` where it means nothing."""
 
     architecture: str

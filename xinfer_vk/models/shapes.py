@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from xinfer_vk.errors import UsageError
-from xinfer_vk.models.config import ModelConfig, config_from_hf
+from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.models.config_hf import config_from_hf
 
 
 def _model(

@@ -15,7 +15,9 @@ import numpy as np
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import quoted
-from xinfer_vk.models.config import ModelConfig, config_from_gguf, rope_inv_freq
+from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.models.config_gguf import config_from_gguf
+from xinfer_vk.models.rope_scaling import rope_inv_freq
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_names import PERMUTED, gguf_name
 from xinfer_vk.weights.source import ROPE_FACTORS, ModelSource

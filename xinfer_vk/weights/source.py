@@ -13,7 +13,9 @@ import numpy as np
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import parse_json, quoted
-from xinfer_vk.models.config import ModelConfig, config_from_gguf, config_from_hf
+from xinfer_vk.models.config import ModelConfig
+from xinfer_vk.models.config_gguf import config_from_gguf
+from xinfer_vk.models.config_hf import config_from_hf
 from xinfer_vk.models.multimodal import text_config, text_name
 from xinfer_vk.models.rope_scaling import FACTOR_TENSORS, with_factors
 from xinfer_vk.weights.formats import as_f32
