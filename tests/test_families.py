@@ -16,6 +16,7 @@ from model_files import random_tensors, tiny_config, write_hf_model
 from test_logits import TOLERANCE, Loaded, worst
 
 from xinfer_vk.engine.generation import Generation
+from xinfer_vk.engine.inspect import inspect_model
 from xinfer_vk.engine.runner import Chunk
 from xinfer_vk.engine.scheduler import Scheduler
 from xinfer_vk.errors import ModelError
@@ -152,6 +153,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_said_to_be_all() -> None:
             "gemma3-multimodal: only the text model is used; 34 tensors of multi_modal_projector, "
             "vision_tower are left out",
         )
+        assert inspect_model(source.path).notes == source.notices
 
 
 @pytest.mark.parametrize("shards", [1, 3])

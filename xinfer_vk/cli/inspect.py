@@ -77,6 +77,7 @@ def _print(found: Inspection) -> None:
         rows.append(("chat template", f"{t['characters']} characters" if t["present"] else "none"))
         if t.get("variables"):
             rows.append(("", f"--template-arg can set {', '.join(t['variables'])}"))
+    rows += [("not used", note) for note in found.notes]
     rows += [("not supported", problem) for problem in found.unsupported] or [("", "can be run")]
     say(found.name)
     for name, text in rows:

@@ -38,7 +38,8 @@ class FormatCount:
 @dataclass(frozen=True)
 class Inspection:
     """``config``: every field of :class:`ModelConfig`. ``unsupported``: what keeps the model from being run,
-    a line each; where its configuration is at fault there is nothing else to tell."""
+    a line each; where its configuration is at fault there is nothing else to tell. ``notes``: what of the
+    files is not used, a line each."""
 
     name: str
     path: Path
@@ -48,6 +49,7 @@ class Inspection:
     formats: dict[str, FormatCount] = field(default_factory=dict)  # the largest first
     tokenizer: dict[str, Any] = field(default_factory=dict)
     chat_template: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
 
     @property
@@ -91,6 +93,7 @@ def inspect_model(path: Path) -> Inspection:
             config=_config(source.config),
             formats=_formats(source.tensors),
             **parts,
+            notes=source.notices,
             unsupported=tuple(problems),
         )
 
