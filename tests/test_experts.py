@@ -63,11 +63,10 @@ def numpy_logits(path: Path) -> np.ndarray:
 # -- batches -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
-def test_sequences_of_a_batch_get_their_own_logits(runtime: Any, name: str) -> None:
+def test_sequences_of_a_batch_get_their_own_logits(runtime: Any) -> None:
     """Tokens of several sequences are grouped by expert; each gets what it would get alone."""
-    token_ids, want = reference(name)
-    model = Loaded(runtime, FOLDER / name)
+    token_ids, want = reference("qwen3moe")
+    model = Loaded(runtime, FOLDER / "qwen3moe")
     starts = [7, 33, 50]
     sequences = [model.cache.open() for _ in starts]
     out = model.runner.run([Chunk(s, token_ids[:n]) for s, n in zip(sequences, starts)], "logits")
@@ -184,7 +183,7 @@ def test_logits_of_experts_in_every_format_equal_those_of_their_dequantized_weig
         return fmt if ".experts." in name else "f32"
 
     sizes = {**K_SIZES, "intermediate_size": 256} if FORMATS[fmt].block == 256 else {}
-    config = tiny_config("mixtral", **sizes, num_hidden_layers=1, num_local_experts=3)
+    config = tiny_config("mixtral", **sizes, num_hidden_layers=1, num_local_experts=2)
     dense = write_gguf_model(tmp_path / "m.gguf", config, fmt=fmt_of)
     want = numpy_logits(write(tmp_path / "dense", config, dense))
     assert np.ptp(want) > 1
