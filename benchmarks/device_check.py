@@ -70,6 +70,7 @@ def parts(device: str, tokens: int, repeats: int) -> list[Part]:
         if shape == SHAPES[1]:  # the ends of the scale first, then what depth and batches do
             more = ["-s", f"{SHAPES[0]}:q8_0,{SHAPES[1]}:q8_0", "-p", "0", "-n", str(tokens)]
             found.append(Part("depth 4096", [*bench, *more, "-d", "4096"], 40))
+            found.append(Part("variants", [*here, "--part", "variants"], 60))
             found.append(Part("batch", [*bench, *more, "-b", "8,32"], 40))
     return found
 
@@ -163,11 +164,60 @@ def models_part(device: str) -> Iterator[dict[str, Any]]:
         vulkan.close()
 
 
+def variants_part(device: str) -> Iterator[dict[str, Any]]:
+    """Every variant of a product with a matrix of an 8B model, for one row of x to 512: its time."""
+    from xinfer_vk.engine.tune import QUICK_TOKENS, Shape, Tuner
+    from xinfer_vk.errors import XinferError
+    from xinfer_vk.kernels.layout import row_words
+    from xinfer_vk.kernels.matmul import variants
+    from xinfer_vk.models.registry import family
+    from xinfer_vk.vulkan.runtime import open_runtime
+    from xinfer_vk.weights.synthetic import SyntheticPlanner, open_synthetic
+
+    runtime = open_runtime(device or None)
+    try:
+        for fmt in FORMATS:
+            source, _ = open_synthetic(f"llama-3.1-8b:{fmt}")
+            config = replace(source.config, layers=4, vocab_size=8192)
+            planner = SyntheticPlanner(source, runtime.profile, fmt)
+            weights = family(config.architecture).load(planner, config)
+            planner.upload(runtime)
+            matrices = [matrix for layer in weights.layers for matrix in layer.down]
+            rows, cols = matrices[0].rows, matrices[0].cols
+            shapes = [Shape(fmt, rows, cols, tokens) for tokens in QUICK_TOKENS]
+            tuner = Tuner(runtime, shapes)
+            for shape in shapes:
+                for name in variants(runtime.profile, fmt, cols, shape.tokens, True):
+                    record = {
+                        "variant": name,
+                        "format": fmt,
+                        "rows": rows,
+                        "cols": cols,
+                        "tokens": shape.tokens,
+                    }
+                    try:
+                        seconds, _ = tuner.time(shape, name, matrices)
+                    except XinferError as error:
+                        yield {**record, "problem": str(error)}
+                        continue
+                    yield {
+                        **record,
+                        "seconds": seconds,
+                        "bytes_per_s": rows * row_words(fmt, cols) * 4 / seconds,
+                        "flops_per_s": 2 * rows * cols * shape.tokens / seconds,
+                    }
+            tuner.free()
+            planner.free(runtime)
+    finally:
+        runtime.close()
+
+
 OWN_PARTS: dict[str, Callable[[str], Iterator[dict[str, Any]]]] = {
     "device": device_part,
     "kernels": kernels_part,
     "synchronization": synchronization_part,
     "models": models_part,
+    "variants": variants_part,
 }
 
 
@@ -223,6 +273,16 @@ def speed_line(r: dict[str, Any]) -> str:
     )
 
 
+def variant_line(r: dict[str, Any]) -> str:
+    what = f"{r['format']:5} {r['rows']} × {r['cols']}, {r['tokens']:3} tokens: {r['variant']:16}"
+    if "seconds" not in r:
+        return f"{what} PROBLEM: {r['problem']}"
+    return (
+        f"{what} {r['seconds'] * 1e6:9.1f} µs {r['bytes_per_s'] / 1e9:6.0f} GB/s "
+        f"{r['flops_per_s'] / 1e12:6.2f} TFLOP/s"
+    )
+
+
 def kernel_lines(r: dict[str, Any], most: int = 4) -> list[str]:
     """Where a step's time goes: the kernels with the largest shares."""
     profile, wall = r["profile"], r["tpot_s"]
@@ -256,6 +316,7 @@ def table(done: list[Part]) -> str:
         if not speeds or problem:
             lines.append(f"{part.name:18} {part.took_s:5.1f} s  {text}{problem}")
         lines += [speed_line(r) for r in speeds]
+    lines += [variant_line(r) for part in done for r in part.records if "variant" in r]
     lines += [line for part in done for r in part.records if "profile" in r for line in kernel_lines(r)]
     if skipped:
         lines.append(f"{OUT_OF_TIME}: {', '.join(skipped)}")

@@ -134,7 +134,7 @@ def test_the_canary_is_seen_and_nothing_else(device, tmp_path):
 def test_the_runtime_and_its_failures_are_valid_vulkan(device, tmp_path):
     """In both kinds of memory, and after failures that a test planted: nothing leaks, nothing is misused."""
     slow = "not many_times and not never_closes and not through_the_environment"
-    files = [str(TESTS / "test_runtime.py"), str(TESTS / "test_layer.py")]
+    files = [str(TESTS / f"test_{name}.py") for name in ("runtime", "layer", "submits")]
     assert_clean(*run_validated(device, tmp_path, *files, "-k", slow))
 
 

@@ -97,7 +97,7 @@ def tune(
     problems: list[str] = []
     if missing:
         try:
-            tuner = _Tuner(runtime, missing)
+            tuner = Tuner(runtime, missing)
         except OutOfMemoryError as error:
             return (f"kernels were not tuned: {error}",)
         try:
@@ -125,7 +125,7 @@ def _fill_buckets(tuned: dict[str, str], fmt: str, rows: int, cols: int, tried: 
             tuned.setdefault(tuned_key(fmt, rows, cols, tokens), choice)
 
 
-class _Tuner:
+class Tuner:
     """Times candidates. Its buffers are for the largest of ``shapes``."""
 
     def __init__(self, runtime: Runtime, shapes: Sequence[Shape]) -> None:
@@ -147,9 +147,6 @@ class _Tuner:
 
     def fastest(self, shape: Shape, matrices: Sequence[Matrix], file: ChoiceFile, problems: list[str]) -> str:
         """The name of the variant. Those that fail or compute something else are told in ``problems``."""
-        words = np.zeros(self._state.words, np.uint32)
-        words[state_layout.N_TOKENS] = shape.tokens
-        self._runtime.write(self._state, 0, words)
         best, best_s, reference = "default", np.inf, np.empty(0, np.float32)
         for name in variants(self._runtime.profile, shape.fmt, shape.cols, shape.tokens, True):
             if file.crashed(shape, name):
@@ -157,7 +154,7 @@ class _Tuner:
                 continue
             file.begin(shape, name)
             try:
-                seconds, y = self._time(shape, name, matrices)
+                seconds, y = self.time(shape, name, matrices)
             except DeviceLostError:
                 raise
             except XinferError as error:
@@ -176,8 +173,11 @@ class _Tuner:
         file.end()
         return best
 
-    def _time(self, shape: Shape, name: str, matrices: Sequence[Matrix]) -> tuple[float, np.ndarray]:
+    def time(self, shape: Shape, name: str, matrices: Sequence[Matrix]) -> tuple[float, np.ndarray]:
         """Seconds of a product and its result with the last matrix."""
+        words = np.zeros(self._state.words, np.uint32)
+        words[state_layout.N_TOKENS] = shape.tokens
+        self._runtime.write(self._state, 0, words)
         steps: list[Step] = []
         for m in matrices:
             halves = None

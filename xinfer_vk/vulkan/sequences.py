@@ -164,8 +164,8 @@ class RecordedPlan:
         self._steps, self._timed = steps, timed
         self._sequences: list[Any] = []
         self._seconds: list[list[float]] = []  # of each range, in its last two runs
+        self._probing = recorder.adapts  # until it was run once
         self._record(recorder.ranges(steps))
-        self._probing = True
 
     def run(self) -> None:
         """Run every step and wait. kp holds the GIL meanwhile.
@@ -191,7 +191,10 @@ class RecordedPlan:
 
     @property
     def longest_step_s(self) -> float:
-        """Of the last run, where it was measured: steps that have a submit of their own."""
+        """Of the last run, where it was measured: steps that have a submit of their own. Nothing of a first
+        run, which may compile."""
+        if self._probing:
+            return 0.0
         spans = zip(self._ranges, self._seconds[-1] if self._seconds else ())
         return max((took for (start, stop), took in spans if stop - start == 1), default=0.0)
 
