@@ -30,7 +30,7 @@
 // later token of the same chunk, one that has left the window): their scores are replaced, not masked by addition, and their values
 // are never multiplied by a zero probability (0 x NaN is NaN) but left out.
 #version 450
-// variants: KV=f32,f16 EXCHANGE=shared,subgroup
+// variants: KV=f32,f16,q8_0,q4_0 EXCHANGE=shared,subgroup
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 #ifdef EXCHANGE_SUBGROUP
@@ -72,7 +72,6 @@ const float LOWEST = -3.4028234e38; // finite, so that LOWEST - LOWEST is no NaN
 const uint SUMS = CHUNKS * LANE_DIMS; // sums of one row in a lane
 const uint ALL_SUMS = ROWS * SUMS;
 const uint SCORES = ROWS * 4u;        // scores of a block in a lane
-const uint EIGHTS = QUADS / 2u;
 const uint HELD = ROWS * EIGHTS;
 
 uint lane;  // 0 … 7, in the octet
@@ -82,10 +81,13 @@ uint octet; // in the workgroup
 // a lane, and a loop with more than two leaves the instruction caches.
 #ifdef EXCHANGE_SUBGROUP
 const uint RUN = 2u;
+#define UNROLL_QUADS [[dont_unroll]]
 uint octet_start; // subgroup invocation of the octet's lane 0
 #else
 const uint RUN = 4u;
+#define UNROLL_QUADS [[unroll]]
 const uint OCTETS = ROW_OCTETS * KV_OCTETS;
+const uint QUADS = 2u * EIGHTS;
 const uint QUERY_QUADS = QUADS + 1u; // vec4 from one row to the next: odd
 const uint P_QUADS = BLOCK_TOKENS / 4u + 1u;
 shared vec4 shared_q[ROW_OCTETS * ROWS * QUERY_QUADS];
@@ -183,34 +185,44 @@ void share_queries(uint first_row, uint end_row, uint start, uint kv_head) {
 void score_block(float held[HELD], uint at, out float scores[SCORES]) {
     [[unroll]] for (uint i = 0u; i < SCORES; ++i)
         scores[i] = 0.0;
+    for (uint first = 0u; first < EIGHTS; first += SCALE_EIGHTS) { // dims that share a scale, or all
+        float part[SCORES];
+        [[unroll]] for (uint i = 0u; i < SCORES; ++i)
+            part[i] = 0.0;
+        for (uint eight = first; eight < first + SCALE_EIGHTS; ++eight) {
 #ifdef EXCHANGE_SUBGROUP
-    for (uint eight = 0u; eight < EIGHTS; ++eight) { // a lane has one dim of eight for all lanes
-        float fetched[ROWS];
-        [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-            fetched[r] = held[r * EIGHTS];
-            [[unroll]] for (uint i = 1u; i < EIGHTS; ++i)
-                fetched[r] = eight == i ? held[r * EIGHTS + i] : fetched[r];
-        }
-        [[dont_unroll]] for (uint half_eight = 0u; half_eight < 2u; ++half_eight) {
-            const uint quad = eight * 2u + half_eight;
-#else
-    {
-        for (uint quad = 0u; quad < QUADS; ++quad) {
-#endif
-            vec4 keys[4];
-            load_keys(at, quad, keys);
+            float dims[ROWS]; // a lane has one dim of the eight for all lanes
             [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
-#ifdef EXCHANGE_SUBGROUP
-                const uint source = half_eight * 4u;
-                const vec4 x = vec4(from_lane(fetched[r], source), from_lane(fetched[r], source + 1u),
-                                    from_lane(fetched[r], source + 2u), from_lane(fetched[r], source + 3u));
-#else
-                const vec4 x = shared_q[((octet / KV_OCTETS) * ROWS + r) * QUERY_QUADS + quad];
+                dims[r] = held[r * EIGHTS];
+                [[unroll]] for (uint i = 1u; i < EIGHTS; ++i)
+                    dims[r] = eight == i ? held[r * EIGHTS + i] : dims[r];
+            }
 #endif
-                [[unroll]] for (uint i = 0u; i < 4u; ++i)
-                    scores[r * 4u + i] += x.x * keys[i].x + x.y * keys[i].y + x.z * keys[i].z + x.w * keys[i].w;
+            const uvec4 words = load_eight(at, eight);
+            UNROLL_QUADS for (uint quad = eight * 2u; quad < eight * 2u + 2u; ++quad) {
+                vec4 keys[4];
+                load_keys(at, quad, words, keys);
+                [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+#ifdef EXCHANGE_SUBGROUP
+                    const uint source = (quad & 1u) * 4u;
+                    const vec4 x = vec4(from_lane(dims[r], source), from_lane(dims[r], source + 1u),
+                                        from_lane(dims[r], source + 2u), from_lane(dims[r], source + 3u));
+#else
+                    const vec4 x = shared_q[((octet / KV_OCTETS) * ROWS + r) * QUERY_QUADS + quad];
+#endif
+                    [[unroll]] for (uint i = 0u; i < 4u; ++i)
+                        part[r * 4u + i] += x.x * keys[i].x + x.y * keys[i].y + x.z * keys[i].z + x.w * keys[i].w;
+                }
             }
         }
+#ifdef QUANTIZED
+        const uvec4 scales = load_scales(at, first / (2u * SCALE_EIGHTS));
+        [[unroll]] for (uint i = 0u; i < SCORES; ++i)
+            scores[i] += scale_of(scales[i % 4u], first / SCALE_EIGHTS & 1u) * part[i];
+#else
+        [[unroll]] for (uint i = 0u; i < SCORES; ++i)
+            scores[i] = part[i];
+#endif
     }
 }
 
@@ -239,10 +251,43 @@ float probability(float mine[SCORES], uint row, uint j) {
 #endif
 }
 
+#ifdef QUANTIZED
+const uint VALUE_SCALES = SCALE_WORDS;
+
+// The word with the scale of the lane's dims of a chunk, of the value of token j of the block. `mine`: the words
+// of the lane's own 4 tokens; `at`: word of the block's values.
+uint value_scale_word(uvec4 mine[VALUE_SCALES], uint at, uint pair, uint j) {
+#ifdef EXCHANGE_SUBGROUP
+    uint word = 0u;
+    [[unroll]] for (uint s = 0u; s < SCALE_WORDS; ++s) {
+        const uvec2 two = (j & 2u) == 0u ? mine[s].xy : mine[s].zw;
+        const uint of_token = subgroupShuffle((j & 1u) == 0u ? two.x : two.y, octet_start + j / 4u);
+        word = s == pair ? of_token : word;
+    }
+    return word;
+#else
+    return cache[at + (DATA_WORDS + pair) * BLOCK_TOKENS + j];
+#endif
+}
+#else
+const uint VALUE_SCALES = 1u; // and nothing in it
+#endif
+
+// The lane's dims of a chunk of the value of token j of the block; `mine` and `at` as above.
+void block_values(uvec4 mine[VALUE_SCALES], uint at, uint chunk, uint j, out float v[MAX_LANE_DIMS]) {
+    load_values(at + j * DATA_WORDS, chunk, lane, v);
+#ifdef QUANTIZED
+    const uint scale_block = min(lane_dim(chunk, lane), HEAD_DIM - 1u) / 32u;
+    const float scale = scale_of(value_scale_word(mine, at, scale_block / 2u, j), scale_block & 1u);
+    [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
+        v[d] *= scale;
+#endif
+}
+
 // sums[row] += Σ p[row][j] v[j]. `first`: position of the block's token 0; rows see positions from
 // `begin` on and none from `end` on, and all of them see `all_from` … `all_seen` - 1.
-void add_values(Rows rows, float mine[SCORES], uint at, int first, int begin, int end, int all_from,
-                int all_seen, inout float sums[ALL_SUMS]) {
+void add_values(Rows rows, float mine[SCORES], uvec4 scales[VALUE_SCALES], uint at, int first, int begin, int end,
+                int all_from, int all_seen, inout float sums[ALL_SUMS]) {
     const int stop = min(end - first, int(BLOCK_TOKENS));
     const int runs_from = (max(all_from - first, 0) + int(RUN) - 1) & -int(RUN);
     const int runs_to = min(all_seen - first, stop) & -int(RUN);
@@ -252,7 +297,7 @@ void add_values(Rows rows, float mine[SCORES], uint at, int first, int begin, in
         for (; j < stop && (j < runs_from || j >= runs_to); ++j) {
             [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
                 float v[MAX_LANE_DIMS];
-                load_values(at + uint(j) * VECTOR_WORDS, c, lane, v);
+                block_values(scales, at, c, uint(j), v);
                 [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
                     const float w = probability(mine, r, uint(j));
                     const bool sees = first + j >= rows.from[r] && first + j < rows.seen[r];
@@ -265,7 +310,7 @@ void add_values(Rows rows, float mine[SCORES], uint at, int first, int begin, in
             [[unroll]] for (uint c = 0u; c < CHUNKS; ++c) {
                 float v[RUN][MAX_LANE_DIMS];
                 [[unroll]] for (uint i = 0u; i < RUN; ++i)
-                    load_values(at + (uint(j) + i) * VECTOR_WORDS, c, lane, v[i]);
+                    block_values(scales, at, c, uint(j) + i, v[i]);
                 [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
                     float w[RUN];
                     probabilities(mine, r, uint(j), w);
@@ -349,6 +394,11 @@ void attend(uint start, uint count) {
         const uint words = head_words(state[table + min(index, blocks - 1u)], kv_head, p.kv_heads);
         float scores[SCORES]; // then probabilities, of the lane's 4 tokens
         score_block(held, (p.k_offset + words) / 4u + lane, scores);
+        uvec4 value_scales[VALUE_SCALES];
+#if defined(QUANTIZED) && defined(EXCHANGE_SUBGROUP)
+        [[unroll]] for (uint s = 0u; s < VALUE_SCALES; ++s)
+            value_scales[s] = load_scales((p.v_offset + words) / 4u + lane, s);
+#endif
 
         const int first = int(index * BLOCK_TOKENS), mine = first + int(lane) * 4;
         float new_highest[ROWS];
@@ -380,7 +430,7 @@ void attend(uint start, uint count) {
 #ifdef EXCHANGE_SHARED
         barrier(); // the barrier in the next octet_max comes before the next block's are written
 #endif
-        add_values(rows, scores, p.v_offset + words, first, int(visible_from), end, all_from, all_seen, sums);
+        add_values(rows, scores, value_scales, p.v_offset + words, first, int(visible_from), end, all_from, all_seen, sums);
     }
     octet_sum(total);
 

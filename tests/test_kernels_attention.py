@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from xinfer_vk.errors import UsageError
+from xinfer_vk.kernels import kv
 from xinfer_vk.kernels.attention import attention, geometry, partial_words, query_tile
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.plan import BufferKind
@@ -63,10 +64,9 @@ def attend(
     bench = Bench(runtime, profile or runtime.profile)
     rng = np.random.default_rng(seed)
     batch = Batch(sequences, rows, tile=query_tile(bench.profile, head_dim), seed=seed)
-    storage = np.float16 if kv_dtype == "f16" else np.float32
 
-    def vectors(n):
-        return rng.standard_normal((n, kv_heads, head_dim)).astype(storage).astype(np.float32)
+    def vectors(n):  # that the cache holds without rounding them
+        return kv.unpack(kv.pack(rng.standard_normal((n, kv_heads, head_dim)), kv_dtype), kv_dtype)
 
     keys, values = [[vectors(past + new) for past, new in sequences] for _ in range(2)]
     q = rng.standard_normal((batch.tokens, heads, head_dim)).astype(np.float32)

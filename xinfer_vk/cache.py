@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.errors import OutOfMemoryError
+from xinfer_vk.kernels.kv import SCALE_DIMS, vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, Runtime
 
-KV_BYTES = {"f32": 4, "f16": 2}
+KV_BYTES = {"f32": 4, "f16": 2, "q8_0": 1.0625, "q4_0": 0.5625}  # of a value, scales included
 
 
 class BlockAllocator:
@@ -87,10 +88,9 @@ class KVCache:
     ``total``: tokens of all sequences together (default ``capacity``); it is cut to what a device can
     bind for one layer, but not below one sequence's.
 
-    A block's keys are ``[kv_head][word of the vector][32 tokens]`` and its values
-    ``[kv_head][32 tokens][word of the vector]``; a word holds one f32 or two f16.
+    :mod:`xinfer_vk.kernels.kv` has the layout of a block and the number formats.
 
-    Raises :class:`UsageError` for an unknown dtype or an odd head dim in f16, and
+    Raises :class:`UsageError` for an unknown dtype or a head dim that it cannot hold, and
     :class:`OutOfMemoryError` when a layer cannot be bound or the device is full.
     """
 
@@ -106,22 +106,19 @@ class KVCache:
         sequences: int = 1,
         total: int | None = None,
     ) -> None:
-        if kv_dtype not in KV_BYTES:
-            raise UsageError(f"kv dtype {kv_dtype!r} is not supported: choose from {', '.join(KV_BYTES)}")
-        if kv_dtype == "f16" and head_dim % 2:
-            raise UsageError(f"head dim {head_dim} is odd and cannot be packed as f16: use --kv-dtype f32")
+        block_words = kv_heads * vector_words(kv_dtype, head_dim) * BLOCK_TOKENS  # of K (or V)
         self.runtime, self.kv_dtype, self.max_sequences = runtime, kv_dtype, sequences
         self.blocks_per_sequence = -(-capacity // BLOCK_TOKENS)
         self.capacity = self.blocks_per_sequence * BLOCK_TOKENS
-        block_words = kv_heads * (head_dim * KV_BYTES[kv_dtype] // WORD_BYTES) * BLOCK_TOKENS  # of K (or V)
         limit = min(runtime.profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES) // WORD_BYTES
         most_blocks = limit // (2 * block_words)
         if self.blocks_per_sequence > most_blocks:
+            smaller = {"f32": "f16", "f16": "" if head_dim % SCALE_DIMS else "q8_0"}.get(kv_dtype, "")
             needed = 2 * self.blocks_per_sequence * block_words * WORD_BYTES
             raise OutOfMemoryError(
                 f"a context of {capacity} tokens needs {needed} bytes a layer and the device binds at most "
                 f"{limit * WORD_BYTES}: use --context {most_blocks * BLOCK_TOKENS} or less"
-                + (", or --kv-dtype f16" if kv_dtype == "f32" else "")
+                + (f", or --kv-dtype {smaller}" if smaller else "")
             )
         # Every sequence can end in a block that is not full, hence one more block for each.
         blocks = -(-max(total or capacity, capacity) // BLOCK_TOKENS) + sequences - 1

@@ -46,7 +46,7 @@ MODEL_OPTIONS = [
     click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]"),
     click.option(
         "--kv-dtype",
-        type=click.Choice(["f16", "f32"]),
+        type=click.Choice(["f16", "f32", "q8_0", "q4_0"]),
         default="f16",
         show_default=True,
         help="Number format of the KV cache.",

@@ -10,6 +10,7 @@ parallel and are joined by shaders/attention_combine.comp (flash-decoding).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -180,17 +181,6 @@ def _oracle(call: OracleCall, kv_dtype: str) -> None:
                     target[at[:, None] + np.arange(words.shape[1])] = words
 
 
-def _oracle_f32(call: OracleCall) -> None:
-    _oracle(call, "f32")
-
-
-def _oracle_f16(call: OracleCall) -> None:
-    _oracle(call, "f16")
-
-
-_ORACLES = {"f32": _oracle_f32, "f16": _oracle_f16}
-
-
 def kernel(kv_dtype: str, g: Geometry, head_dim: int, group: int, capped: bool = False) -> Kernel:
     return Kernel(
         name=f"attention.{kv_dtype}.{g.exchange}",
@@ -205,7 +195,7 @@ def kernel(kv_dtype: str, g: Geometry, head_dim: int, group: int, capped: bool =
             ("row_octets", g.row_octets), ("kv_octets", g.kv_octets), ("per_token", int(g.per_token)),
             ("partial", int(g.splits > 1)), ("capped", int(capped)),
         ),
-        oracle=_ORACLES[kv_dtype],
+        oracle=partial(_oracle, kv_dtype=kv_dtype),
     )  # fmt: skip
 
 

@@ -1,6 +1,9 @@
-"""Copies each token's keys and values to its slot of the paged KV cache (shaders/copy_region.comp)."""
+"""Writes each token's keys and values to its slot of the paged KV cache, in the cache's number format
+(shaders/copy_region.comp)."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 
@@ -15,26 +18,20 @@ LOCAL_SIZE = 64
 def _oracle(call: OracleCall, kv_dtype: str) -> None:
     p, state, cache = call.p, call.u32("state"), call.u32("cache")
     tokens = int(state[st.N_TOKENS])
-    dims = p.kv_heads * p.vector_words * kv.WORD_DIMS[kv_dtype]
     slots = state[st.SLOT : st.SLOT + tokens].astype(np.int64)
     block, place = (x[:, None, None] for x in np.divmod(slots, st.BLOCK_TOKENS))
     heads, words = np.arange(p.kv_heads)[:, None], np.arange(p.vector_words)
     start = (block * p.kv_heads + heads) * p.vector_words * st.BLOCK_TOKENS
-    to_key = p.cache_k_offset + start + words * st.BLOCK_TOKENS + place
-    to_value = p.cache_v_offset + start + place * p.vector_words + words
+    data = kv.data_words(kv_dtype, p.head_dim)
+    of_key = words * st.BLOCK_TOKENS + place
+    of_value = np.where(words < data, place * data + words, of_key)  # the scales stand as in a key
     for source, offset, stride, to in (
-        ("k", p.k_offset, p.k_stride, to_key), ("v", p.v_offset, p.v_stride, to_value),
-    ):  # fmt: skip
-        vectors = call.f32(source)[offset + np.arange(tokens)[:, None] * stride + np.arange(dims)]
+        ("k", p.k_offset, p.k_stride, p.cache_k_offset + start + of_key),
+        ("v", p.v_offset, p.v_stride, p.cache_v_offset + start + of_value),
+    ):
+        dims = np.arange(p.kv_heads * p.head_dim)
+        vectors = call.f32(source)[offset + np.arange(tokens)[:, None] * stride + dims]
         cache[to] = kv.pack(vectors.reshape(tokens, p.kv_heads, -1), kv_dtype)
-
-
-def _oracle_f32(call: OracleCall) -> None:
-    _oracle(call, "f32")
-
-
-def _oracle_f16(call: OracleCall) -> None:
-    _oracle(call, "f16")
 
 
 KERNELS = {
@@ -44,12 +41,12 @@ KERNELS = {
         bindings=("k", "v", "state", "cache"),
         params=(
             "k_offset:u", "k_stride:u", "v_offset:u", "v_stride:u", "cache_k_offset:u", "cache_v_offset:u",
-            "kv_heads:u", "vector_words:u",
+            "kv_heads:u", "head_dim:u", "vector_words:u",
         ),
         spec=(("local_size", LOCAL_SIZE),),
-        oracle=oracle,
+        oracle=partial(_oracle, kv_dtype=kv_dtype),
     )
-    for kv_dtype, oracle in (("f32", _oracle_f32), ("f16", _oracle_f16))
+    for kv_dtype in kv.WORD_DIMS
 }  # fmt: skip
 
 
@@ -72,6 +69,9 @@ def copy_kv(
     names. ``cache`` as in :mod:`xinfer_vk.kernels.kv`."""
     words = kv.vector_words(kv_dtype, head_dim)
     kv.check_region(k_offset, v_offset)
+    units = kv_heads * words  # of work: a word of K and V, or two blocks of dims of one of them
+    if kv_dtype in kv.QUANTIZED:
+        units = 2 * kv_heads * ceil_div(head_dim, 2 * kv.SCALE_DIMS)
     return [
         make_step(
             KERNELS[kv_dtype],
@@ -79,8 +79,8 @@ def copy_kv(
             {
                 "k_offset": k.offset, "k_stride": k_stride, "v_offset": v.offset, "v_stride": v_stride,
                 "cache_k_offset": k_offset, "cache_v_offset": v_offset, "kv_heads": kv_heads,
-                "vector_words": words,
+                "head_dim": head_dim, "vector_words": words,
             },
-            (ceil_div(kv_heads * words, LOCAL_SIZE), tokens),
+            (ceil_div(units, LOCAL_SIZE), tokens),
         )
     ]  # fmt: skip

@@ -7,6 +7,7 @@ import numpy as np
 
 from xinfer_vk.kernels.attention import attention, exchange, partial_words, query_tile
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.kv import QUANTIZED
 from xinfer_vk.plan import DeviceProfile, Step
 from xinfer_vk.selftest.batch import Batch, filled_cache
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
@@ -106,10 +107,16 @@ def _cases() -> list[Case]:
         ("f16", 4, 4, 32, False), ("f16", 8, 1, 128, True), ("f32", 8, 1, 128, False),
         ("f16", 5, 1, 80, False), ("f32", 2, 1, 96, False), ("f16", 4, 1, 256, True),
         ("f16", 3, 1, 34, True), ("f32", 7, 7, 18, False), ("f32", 3, 3, 2, False),
+        ("q8_0", 9, 3, 64, True), ("q4_0", 9, 3, 64, True), ("q8_0", 3, 1, 160, False),
+        ("q4_0", 3, 1, 96, False), ("q8_0", 2, 1, 32, False), ("q4_0", 4, 1, 256, False),
     )  # fmt: skip
     for kv_dtype, heads, kv_heads, head_dim, quick in shapes:
         shape = f"{kv_dtype}, {heads}/{kv_heads} heads of {head_dim}"
-        classes = EVERY_CLASS if head_dim in (2, 34, 128) or (heads == 9 and kv_dtype == "f16") else ("",)
+        classes: tuple[str, ...] = ("",)
+        if head_dim in (2, 34, 128) or (heads == 9 and kv_dtype == "f16"):
+            classes = EVERY_CLASS
+        elif kv_dtype in QUANTIZED and head_dim in (64, 96):
+            classes = ("", "as on a GPU")
         applies = _shares_anyway if head_dim == 128 else _always
         for what, sequences, rows in (("prefill", PREFILL, 48), ("decode", DECODE, 8)):
             build = _attention(kv_dtype, heads, kv_heads, head_dim, sequences, rows)
@@ -117,7 +124,7 @@ def _cases() -> list[Case]:
             cases += kernel_cases(
                 "attention", name, build, ATTENTION, classes=classes, quick=quick, applies=applies
             )
-    for kv_dtype in ("f16", "f32"):
+    for kv_dtype in ("f16", "f32", "q8_0"):
         build = _attention(kv_dtype, 3, 1, 64, ((2100, 1), (0, 1), (700, 1)), 4, max_context=4096)
         name = f"decode split for a context of 4096, {kv_dtype}"
         also = ("as on a GPU",) if kv_dtype == "f16" else ()

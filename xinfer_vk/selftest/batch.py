@@ -110,17 +110,17 @@ def filled_cache(
     positions, and NaN in every other slot."""
     e = kv.vector_words(kv_dtype, head_dim)
     region = batch.blocks * kv_heads * e * st.BLOCK_TOKENS
-    nothing = HALF_NANS if kv_dtype == "f16" else POISON
-    k = np.full((batch.blocks, kv_heads, e, st.BLOCK_TOKENS), nothing, np.uint32)
-    v = np.full((batch.blocks, kv_heads, st.BLOCK_TOKENS, e), nothing, np.uint32)
+    nothing = POISON if kv_dtype == "f32" else HALF_NANS  # with scales that are NaN
+    k = np.full((batch.blocks, kv_heads, st.BLOCK_TOKENS, e), nothing, np.uint32)
+    v = k.copy()
     for table, some_keys, some_values in zip(batch.tables(), keys, values):
         position = np.arange(len(some_keys))
         block, place = table[position // st.BLOCK_TOKENS], position % st.BLOCK_TOKENS
-        k[block, :, :, place] = kv.pack(some_keys, kv_dtype)
+        k[block, :, place] = kv.pack(some_keys, kv_dtype)
         v[block, :, place] = kv.pack(some_values, kv_dtype)
     before, between = 8, 4  # regions need not begin at the start, nor touch
     buffer = bench.buffer("cache", before + region + between + region, BufferKind.KV)
     cache = Cache(buffer, before, before + region + between)
-    bench.write(buffer, cache.k_offset, k)
-    bench.write(buffer, cache.v_offset, v)
+    bench.write(buffer, cache.k_offset, np.swapaxes(k, 2, 3))
+    bench.write(buffer, cache.v_offset, kv.place_values(v, kv_dtype, head_dim))
     return cache
