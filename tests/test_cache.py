@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xinfer_vk.cache import BlockAllocator, CachedSequence, KVCache
+from xinfer_vk.cache import KV_BYTES, BlockAllocator, CachedSequence, KVCache
 from xinfer_vk.errors import OutOfMemoryError, UsageError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
@@ -71,10 +71,18 @@ def test_a_sequence_takes_only_the_blocks_it_needs() -> None:
     assert len(sequence.blocks) == 2
 
 
-@pytest.mark.parametrize(("kv_dtype", "size"), [("f32", 4), ("f16", 2)])
-def test_kv_bytes_are_two_layers_heads_dims_tokens_bytes(kv_dtype: str, size: int) -> None:
-    cache = make_cache(capacity=64, sequences=1, kv_dtype=kv_dtype)
-    assert cache.bytes == 2 * 3 * 64 * 2 * 8 * size
+@pytest.mark.parametrize(
+    ("kv_dtype", "size"), [("f32", 4), ("f16", 2), ("q8_0", 1 + 2 / 32), ("q4_0", 1 / 2 + 2 / 32)]
+)
+def test_kv_bytes_are_two_layers_heads_dims_tokens_bytes(kv_dtype: str, size: float) -> None:
+    cache = make_cache(capacity=64, sequences=1, kv_dtype=kv_dtype, head_dim=64)
+    assert cache.bytes == 2 * 3 * 64 * 2 * 64 * size
+    assert KV_BYTES[kv_dtype] == size
+
+
+def test_a_block_of_scales_that_stands_alone_takes_a_word() -> None:
+    cache = make_cache(capacity=64, sequences=1, kv_dtype="q8_0", head_dim=96)
+    assert cache.bytes == 2 * 3 * 64 * 2 * (96 + 2 * 4)
 
 
 def test_layers_are_spread_over_buffers_that_the_device_can_bind() -> None:
@@ -95,10 +103,19 @@ def test_a_context_whose_layer_cannot_be_bound_names_one_that_can() -> None:
     runtime = NumpyRuntime(replace(NUMPY_PROFILE, max_storage_range_bytes=2 * 64 * 2 * 8 * 4))
     with pytest.raises(OutOfMemoryError, match="--context 64 or less, or --kv-dtype f16"):
         KVCache(runtime, layers=1, kv_heads=2, head_dim=8, kv_dtype="f32", capacity=65)
+    runtime = NumpyRuntime(replace(NUMPY_PROFILE, max_storage_range_bytes=2 * 64 * 2 * 64 * 2))
+    with pytest.raises(OutOfMemoryError, match="--context 64 or less, or --kv-dtype q8_0"):
+        KVCache(runtime, layers=1, kv_heads=2, head_dim=64, kv_dtype="f16", capacity=65)
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "head_dim", "message"), [("q3", 8, "q3"), ("f16", 7, "head dim 7 is odd")]
+    ("kv_dtype", "head_dim", "message"),
+    [
+        ("q3", 8, "'q3' is not supported: choose from f32, f16, q8_0, q4_0"),
+        ("f16", 7, "head dim 7 is not supported"),
+        ("q8_0", 80, "head dim 80 is not a multiple of 32, as a q8_0 KV cache needs: use --kv-dtype f16"),
+        ("q4_0", 48, "head dim 48 is not a multiple of 32, as a q4_0 KV cache needs"),
+    ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(kv_dtype: str, head_dim: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):

@@ -13,7 +13,6 @@ from conftest import DeviceUnderTest
 from model_files import QWEN2_5_0_5B, tensor_shapes, with_header
 
 from xinfer_vk import LLM
-from xinfer_vk.cache import KV_BYTES
 from xinfer_vk.engine.estimate import Estimator, shape_source
 from xinfer_vk.errors import OutOfMemoryError, UsageError
 from xinfer_vk.models.shapes import SHAPES
@@ -25,7 +24,7 @@ def test_a_run_allocates_what_was_told(device: DeviceUnderTest, tiny_model: Path
     _check_run(str(device.index), tiny_model, "f16", 64, 1)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_BYTES)
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16"])  # head dims of the tiny model are 8
 @pytest.mark.parametrize(("context", "batch"), [(64, 1), (500, 3)])
 def test_so_do_other_sizes_and_formats(tiny_model: Path, kv_dtype: str, context: int, batch: int) -> None:
     _check_run("numpy", tiny_model, kv_dtype, context, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -125,6 +126,41 @@ def test_what_is_copied_to_the_cache_is_read_back_in_order(bench):
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(keys, k[rows].astype(np.float16))
             np.testing.assert_array_equal(values, v[rows].astype(np.float16))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+@pytest.mark.parametrize("kv_dtype", kv.QUANTIZED)
+def test_a_quantized_cache_reads_as_ggml_would(bench, kv_dtype, head_dim):
+    """Within half a step of what was written, and within one of what the gguf package quantizes to, which
+    may round the other way as it divides by a scale in f32. Zeros stay zero, and NaN is not hidden."""
+    rng = np.random.default_rng(head_dim)
+    heads, tokens, batch = 2, 45, Batch(((0, 45),), 64, seed=3)
+    k, v = rng.standard_normal((2, tokens, heads, head_dim)).astype(np.float32) * 3
+    k[5] = 0.0
+    v[7, 1, 3] = np.nan
+    region = batch.blocks * heads * kv.vector_words(kv_dtype, head_dim) * 32
+    cache, width = bench.buffer("cache", 2 * region, BufferKind.KV), heads * head_dim
+    steps = copy_kv(
+        bench.profile, kv_dtype, Ref(bench.filled("k", k)), width, Ref(bench.filled("v", v)), width, cache, 0,
+        region, heads, head_dim, 64, batch.state_buffer(bench),
+    )  # fmt: skip
+    keys, values = kv.read_sequence(
+        bench.run(steps)["cache"], batch.state(), 0, tokens, k_offset=0, v_offset=region, kv_heads=heads,
+        head_dim=head_dim, kv_dtype=kv_dtype,
+    )  # fmt: skip
+    assert not keys[5].any()
+    assert np.isnan(values[7, 1, :32]).all() and not np.isnan(values[7, 0]).any()
+    v[7, 1, :32] = values[7, 1, :32] = 0.0
+    kind = getattr(gguf.GGMLQuantizationType, kv_dtype.upper())
+    for written, read in ((k, keys), (v, values)):
+        by_gguf = gguf.dequantize(gguf.quantize(written, kind), kind)
+        largest = np.abs(written.reshape(-1, 32)).max(axis=1, keepdims=True)
+        step = largest / (127 if kv_dtype == "q8_0" else 8)
+        off, other = (np.abs(x - read).reshape(-1, 32) for x in (written, by_gguf))
+        # of q4_0's sixteen steps the last one is missing on the side away from the largest number
+        most = np.where(off > 0.51 * step, 1.01, 0.51) if kv_dtype == "q4_0" else 0.51
+        assert (off <= most * step).all() and (off > 0.51 * step).mean() < 0.02
+        assert (other <= 1.01 * step).all() and (other > 0.1 * step).mean() < 0.01
 
 
 def test_swiglu_neither_overflows_nor_hides_nan(bench):

@@ -220,6 +220,37 @@ def test_device_logits_of_a_k_quant_mix_equal_those_of_its_dequantized_weights(
         model.free()
 
 
+@pytest.mark.parametrize(("kv_dtype", "limit"), [("q8_0", 0.02), ("q4_0", 0.3)])
+def test_quantized_caches_stay_near_the_f32_one(
+    runtime: Any, tmp_path: Path, kv_dtype: str, limit: float
+) -> None:
+    """Keys and values are off by up to 1/254 and 1/16 of the largest of 32; ``limit``: of the largest logit.
+    A token in a block is not changed when its neighbours are written: chunks of any size, tokens written once
+    more after they were cut off, and a fork give the same, but for numbers that may round the other way."""
+    path = tmp_path / "model"
+    write_hf_model(path, tiny_config("llama", head_dim=32, initializer_range=0.1), seed=5)
+    tokens = list(range(7, 71, 3)) * 2
+    want = Loaded(NumpyRuntime(), path).logits(tokens, None)
+    model = Loaded(runtime, path, kv_dtype=kv_dtype)
+    try:
+        size = float(np.abs(want).max())
+        got = model.logits(tokens, None)
+        assert limit / 100 * size < worst(got, want) <= limit * size
+        oracle = Loaded(NumpyRuntime(), path, kv_dtype=kv_dtype).logits(tokens, None)
+        assert worst(got, oracle) <= limit / 4 * size
+        assert worst(model.logits(tokens, 7), got) <= limit / 4 * size
+        sequence = model.cache.open()
+        model.runner.run([Chunk(sequence, [*tokens[:37], 9, 8, 7])])
+        model.cache.truncate(sequence, 37)
+        again = model.runner.run([Chunk(sequence, tokens[37:], "all")], "logits")
+        assert worst(again, got[37:]) <= limit / 4 * size
+        fork = model.cache.fork(sequence, 37)  # of the first block
+        again = model.runner.run([Chunk(fork, tokens[32:], "all")], "logits")
+        assert worst(again, got[32:]) <= limit / 4 * size
+    finally:
+        model.free()
+
+
 def test_f16_cache_stays_near_the_f32_one(runtime: Any) -> None:
     """f16 keeps 11 bits: K and V are off by up to 2⁻¹² of their size, and so, roughly, are the logits."""
     path = MODELS[0]

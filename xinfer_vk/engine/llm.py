@@ -57,9 +57,10 @@ class LLM:
 
     ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
     pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
-    ``kv_dtype``: "f16" or "f32". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0" turns the matrices
-    of a model in f16, bf16 or f32 into that format while it loads. ``context``: tokens the KV cache holds;
-    None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
+    ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
+    turns the matrices of a model in f16, bf16 or f32 into that format while it loads. ``context``: tokens
+    the KV cache holds; None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes
+    at most.
     ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly the fastest kernels
     are looked for when a GPU meets such matrices for the first time ("off", "quick", "full").
     ``progress`` is called with (stage, done, total) during long work. A context manager; :meth:`close` gives

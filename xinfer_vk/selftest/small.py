@@ -199,16 +199,35 @@ HALF_EDGES = np.array(
 )  # fmt: skip
 
 
+def _off_ties(rng: np.random.Generator, x: np.ndarray, kv_dtype: str) -> np.ndarray:
+    """Numbers in place of ``x`` that a quantized cache rounds alike on every device, though its division
+    may be off by 2.5 ULP: no quotient is near a half. A block is zero, the scale of another subnormal."""
+    top, low, high = (127, -126, 126) if kv_dtype == "q8_0" else (-8, -7, 7)
+    blocks = x.reshape(-1, kv.SCALE_DIMS)
+    scales = rng.uniform(0.01, 2, (len(blocks), 1)).astype(np.float16).astype(np.float32)
+    scales[::2] *= -1
+    numbers = rng.integers(low, high, blocks.shape, endpoint=True) + rng.uniform(-0.3, 0.3, blocks.shape)
+    numbers[np.arange(len(blocks)), rng.integers(0, kv.SCALE_DIMS, len(blocks))] = top
+    scales[1], scales[2] = 0, 2.0**-20
+    return np.asarray((scales * numbers).reshape(x.shape), np.float32)
+
+
 def _copy_region(kv_dtype: str, kv_heads: int, head_dim: int, batch: Batch) -> Build:
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(kv_heads)
         dims = kv_heads * head_dim
         k_stride, v_stride = dims + 5, dims + 3
         k = bench.filled("k", np.full(2 + batch.rows * k_stride, np.nan, np.float32))
-        bench.write(k, 2, _rows(rng, batch.tokens, dims, k_stride))
+        keys = _rows(rng, batch.tokens, dims, k_stride)
         v = bench.filled("v", np.full(1 + batch.rows * v_stride, np.nan, np.float32))
         values = _rows(rng, batch.tokens, dims, v_stride)
-        values[0, :dims] = np.resize(HALF_EDGES, dims)
+        if kv_dtype in kv.QUANTIZED:
+            for some in (keys, values):
+                some[:, :dims] = _off_ties(rng, some[:, :dims], kv_dtype)
+            values[0, :dims] = np.resize(HALF_EDGES[~np.isnan(HALF_EDGES)], dims)  # infinite in every block
+        else:
+            values[0, :dims] = np.resize(HALF_EDGES, dims)
+        bench.write(k, 2, keys)
         bench.write(v, 1, values)
         region = batch.blocks * kv_heads * kv.vector_words(kv_dtype, head_dim) * 32
         cache = bench.buffer("cache", 4 + 2 * region, BufferKind.KV)
@@ -373,6 +392,12 @@ def _cases() -> list[Case]:
             name = f"{kv_dtype}, {kv_heads} heads of {head_dim}, {batch.tokens} of {batch.rows} tokens"
             build = _copy_region(kv_dtype, kv_heads, head_dim, batch)
             cases += kernel_cases("copy_region", name, build, EXACT, views={"cache": kv_dtype}, quick=quick)
+    for kv_dtype in kv.QUANTIZED:
+        for kv_heads, head_dim, batch in ((3, 64, RAGGED), (2, 96, Batch(((30, 5), (0, 40)), 64))):
+            name = f"{kv_dtype}, {kv_heads} heads of {head_dim}, {batch.tokens} of {batch.rows} tokens"
+            build = _copy_region(kv_dtype, kv_heads, head_dim, batch)
+            views = {"cache": "u32"}
+            cases += kernel_cases("copy_region", name, build, EXACT, views=views, quick=head_dim == 64)
     for cols, used, rows in ((32, 1, 1), (4864, 7, 8)):
         name = f"{cols} columns, {used} of {rows} rows"
         build = _quantize_rows(cols, used, rows)

@@ -31,7 +31,7 @@ DEVICE_ONLY = frozenset({BufferKind.WEIGHTS, BufferKind.SCRATCH, BufferKind.KV, 
 
 REMEDIES = {
     BufferKind.WEIGHTS: "a smaller model, one with fewer bits a weight, or another --device would fit",
-    BufferKind.KV: "a smaller --context, --kv-dtype f16, or another --device would fit",
+    BufferKind.KV: "a smaller --context, --kv-dtype q8_0, or another --device would fit",
     BufferKind.SCRATCH: "a smaller model or prefill chunk, or another --device would fit",
 }
 OTHER_REMEDY = "another --device would fit"
