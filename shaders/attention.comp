@@ -185,10 +185,16 @@ void share_queries(uint first_row, uint end_row, uint start, uint kv_head) {
 void score_block(float held[HELD], uint at, out float scores[SCORES]) {
     [[unroll]] for (uint i = 0u; i < SCORES; ++i)
         scores[i] = 0.0;
-    for (uint first = 0u; first < EIGHTS; first += SCALE_EIGHTS) { // dims that share a scale, or all
+#ifdef QUANTIZED
+    for (uint first = 0u; first < EIGHTS; first += SCALE_EIGHTS) { // dims that share a scale
         float part[SCORES];
         [[unroll]] for (uint i = 0u; i < SCORES; ++i)
             part[i] = 0.0;
+#else
+    {
+        const uint first = 0u;
+#define part scores
+#endif
         for (uint eight = first; eight < first + SCALE_EIGHTS; ++eight) {
 #ifdef EXCHANGE_SUBGROUP
             float dims[ROWS]; // a lane has one dim of the eight for all lanes
@@ -199,12 +205,13 @@ void score_block(float held[HELD], uint at, out float scores[SCORES]) {
             }
 #endif
             const uvec4 words = load_eight(at, eight);
-            UNROLL_QUADS for (uint quad = eight * 2u; quad < eight * 2u + 2u; ++quad) {
+            UNROLL_QUADS for (uint half_eight = 0u; half_eight < 2u; ++half_eight) {
+                const uint quad = eight * 2u + half_eight;
                 vec4 keys[4];
                 load_keys(at, quad, words, keys);
                 [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
 #ifdef EXCHANGE_SUBGROUP
-                    const uint source = (quad & 1u) * 4u;
+                    const uint source = half_eight * 4u;
                     const vec4 x = vec4(from_lane(dims[r], source), from_lane(dims[r], source + 1u),
                                         from_lane(dims[r], source + 2u), from_lane(dims[r], source + 3u));
 #else
@@ -219,9 +226,6 @@ void score_block(float held[HELD], uint at, out float scores[SCORES]) {
         const uvec4 scales = load_scales(at, first / (2u * SCALE_EIGHTS));
         [[unroll]] for (uint i = 0u; i < SCORES; ++i)
             scores[i] += scale_of(scales[i % 4u], first / SCALE_EIGHTS & 1u) * part[i];
-#else
-        [[unroll]] for (uint i = 0u; i < SCORES; ++i)
-            scores[i] = part[i];
 #endif
     }
 }
