@@ -66,7 +66,8 @@ def test_every_test_dependency_is_imported_and_every_import_of_the_tests_is_decl
     declared = modules_of(PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"])
     imported = imported_by(ROOT / "tests") - {"xinfer_vk", "build_support", "build_shaders", "pytest"}
     local = {path.stem for path in (ROOT / "tests").rglob("*")} | {"tests"}
-    reference_only = {"sentencepiece", "tiktoken", "torch", "transformers"}  # used by the scripts that make fixtures, never by a test
+    # What only the scripts that make or check fixtures use, never a test.
+    reference_only = {"sentencepiece", "tiktoken", "torch", "transformers"}
     assert imported - local - reference_only <= declared
     assert modules_of(PROJECT["optional-dependencies"]["test"]) <= imported | imported_by(ROOT / "xinfer_vk")
 
