@@ -20,7 +20,12 @@
 // low and the high nibbles. ADJACENT: the runs are neighbours; else they are 16 columns apart.
 // In GROUPED formats (GPTQ, AWQ) m = -d zero, and how many columns share them is a specialization constant,
 // whose id the including shader gives as GROUP_CONSTANT.
+// A shader that has other ways to load w[i] defines LOAD_DATA(i), for words of weights, and LOAD_SCALES(i).
 layout(set = 0, binding = 0) readonly buffer W { uvec4 w[]; };
+#ifndef LOAD_DATA
+    #define LOAD_DATA(i) w[i]
+    #define LOAD_SCALES(i) w[i]
+#endif
 
 const uint BLOCK = 32u; // columns whose weights lie together
 
@@ -200,12 +205,12 @@ void load_unit(uint first, uint k, out uvec4 raw[RAW]) {
 #if defined(PAIRED)
     const uint at = first + 2u * (k >> 2u) * BLOCK_WORDS;
     #if defined(NIBBLES)
-    raw[0] = w[at + 2u * (k & 3u)];
+    raw[0] = LOAD_DATA(at + 2u * (k & 3u));
     #endif
     [[unroll]] for (uint i = 0u; i < PLANES; i++)
-        raw[RAW - PLANES + i] = w[at + 2u * (NIBBLE_WORDS + i)];
+        raw[RAW - PLANES + i] = LOAD_DATA(at + 2u * (NIBBLE_WORDS + i));
 #else
-    raw[0] = w[first + 2u * k];
+    raw[0] = LOAD_DATA(first + 2u * k);
 #endif
 }
 
@@ -329,17 +334,17 @@ void load_scales(uint quad, uint k, out uvec4 s[SCALES_LOADED]) {
     #ifdef GROUPED
     const uint group = k * WEIGHTS / GROUP;
     const uint at = quad + 2u * (group / ZEROS * (1u + ZEROS / 2u));
-    s[0] = w[at];
-    s[1] = w[at + 2u * (1u + group % ZEROS / 2u)];
+    s[0] = LOAD_SCALES(at);
+    s[1] = LOAD_SCALES(at + 2u * (1u + group % ZEROS / 2u));
     #else
     const uint at = quad + 2u * (k / (SCALE_COLUMNS / WEIGHTS) * SCALE_WORDS);
     #endif
     #ifdef ONE_SCALE_WORD
-    s[0] = w[at];
-    s[1] = w[at + 2u * (1u + ((k / SCALE_UNITS >> 2u) & 3u))];
+    s[0] = LOAD_SCALES(at);
+    s[1] = LOAD_SCALES(at + 2u * (1u + ((k / SCALE_UNITS >> 2u) & 3u)));
     #elif !defined(GROUPED)
     [[unroll]] for (uint i = 0u; i < SCALE_WORDS; i++)
-        s[i] = w[at + 2u * i];
+        s[i] = LOAD_SCALES(at + 2u * i);
     #endif
 }
 
