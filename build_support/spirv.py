@@ -16,7 +16,8 @@ HEADER_WORDS = 5
 
 # Opcodes, decorations, storage classes (section 3 of the specification)
 OP_NAME, OP_MEMBER_NAME, OP_DECORATE, OP_MEMBER_DECORATE = 5, 6, 71, 72
-OP_TYPE_INT, OP_TYPE_FLOAT, OP_TYPE_STRUCT, OP_TYPE_POINTER = 21, 22, 30, 32
+OP_TYPE_INT, OP_TYPE_FLOAT, OP_TYPE_VECTOR, OP_TYPE_MATRIX = 21, 22, 23, 24
+OP_TYPE_STRUCT, OP_TYPE_POINTER = 30, 32
 OP_SPEC_CONSTANT_TRUE, OP_SPEC_CONSTANT_FALSE, OP_SPEC_CONSTANT = 48, 49, 50
 OP_SPEC_CONSTANT_COMPOSITE, OP_VARIABLE, OP_CAPABILITY, OP_FUNCTION = 51, 59, 17, 54
 SPEC_ID, BUILT_IN, NON_WRITABLE, NON_READABLE, BINDING, DESCRIPTOR_SET, OFFSET = 1, 11, 24, 25, 33, 34, 35
@@ -30,7 +31,7 @@ CAPABILITIES = {  # only to name them; 1 (Shader) is what every compute shader h
     67: "GroupNonUniformClustered", 68: "GroupNonUniformQuad", 4433: "StorageBuffer16BitAccess",
     4434: "UniformAndStorageBuffer16BitAccess", 4448: "StorageBuffer8BitAccess",
     4449: "UniformAndStorageBuffer8BitAccess", 6019: "DotProductKHR", 6018: "DotProductInput4x8BitPackedKHR",
-    6022: "CooperativeMatrixKHR",
+    5347: "PhysicalStorageBufferAddresses", 6022: "CooperativeMatrixKHR",
 }  # fmt: skip
 
 
@@ -44,7 +45,8 @@ class Interface:
 
     ``bindings``: the storage buffers of set 0 in binding order, each ``name:access`` with access
     ``r``, ``w`` or ``rw`` and the name of the block's first member (``source`` of ``uint source[]``).
-    ``push``: fields of the push-constant block, ``name:u`` / ``name:i`` / ``name:f``, one word each.
+    ``push``: fields of the push-constant block, ``name:u`` / ``name:i`` / ``name:f``, one word each; a mat4
+    is 16 of them, ``name0:f`` to ``name15:f``, column by column.
     ``spec``: name and default of each specialization constant, in ``constant_id`` order; the one of
     ``layout(local_size_x_id = 0)``, which has no name in GLSL, is called ``local_size_x``.
     ``capabilities``: what it asks of the device beyond Shader.
@@ -63,6 +65,7 @@ class _Module:
     decorations: dict[tuple[int, int], int] = field(default_factory=dict)  # (id, decoration) -> operand
     member_decorations: dict[tuple[int, int, int], int] = field(default_factory=dict)
     scalars: dict[int, str] = field(default_factory=dict)  # type id -> u, i, f
+    fours: dict[int, int] = field(default_factory=dict)  # vec4, mat4 -> their element's, their column's type
     structs: dict[int, list[int]] = field(default_factory=dict)
     pointees: dict[int, int] = field(default_factory=dict)
     variables: list[tuple[int, int, int]] = field(default_factory=list)  # id, type id, storage class
@@ -111,6 +114,8 @@ def _read(spirv: bytes) -> _Module:
             m.scalars[operands[0]] = "i" if operands[2] else "u"
         elif opcode == OP_TYPE_FLOAT and operands[1] == 32:
             m.scalars[operands[0]] = "f"
+        elif opcode in (OP_TYPE_VECTOR, OP_TYPE_MATRIX):
+            m.fours[operands[0]] = operands[1] if operands[2] == 4 else 0
         elif opcode == OP_TYPE_STRUCT:
             m.structs[operands[0]] = list(operands[1:])
         elif opcode == OP_TYPE_POINTER:
@@ -160,14 +165,17 @@ def _push(m: _Module) -> tuple[str, ...]:
         return ()
     if len(blocks) > 1:
         raise SpirvError("more than one push-constant block")
-    fields = []
+    fields: list[str] = []
     for i, member_type in enumerate(m.structs[blocks[0]]):
         name = m.member_names.get((blocks[0], i), str(i))
-        if member_type not in m.scalars:
+        if m.member_decorations.get((blocks[0], i, OFFSET)) != 4 * len(fields):
+            raise SpirvError(f"push constant {name!r} is not at byte {4 * len(fields)}")
+        if member_type in m.scalars:
+            fields.append(f"{name}:{m.scalars[member_type]}")
+        elif (element := m.fours.get(m.fours.get(member_type, 0), 0)) in m.scalars:
+            fields += [f"{name}{j}:{m.scalars[element]}" for j in range(16)]
+        else:
             raise SpirvError(f"push constant {name!r} is not one 32-bit uint, int or float")
-        if m.member_decorations.get((blocks[0], i, OFFSET)) != 4 * i:
-            raise SpirvError(f"push constant {name!r} is not at byte {4 * i}")
-        fields.append(f"{name}:{m.scalars[member_type]}")
     return tuple(fields)
 
 

@@ -63,10 +63,31 @@ uint own(Run run) { // the word of the lane's row
 #define ALL_SCALES
 #include "formats.glsl"
 
-const uint ALIGNED = 0u;
-#define EPILOGUE_LOOP [[dont_unroll]]
-#define MORE_PUSH uint last_token; uint w_low, w_high, x_low, x_high; mat4 digits;
-#include "linear.glsl"
+layout(set = 0, binding = 1) readonly buffer X { float x[]; };  // [tokens][x_stride] at x_offset; by address
+layout(set = 0, binding = 2) buffer Y { float y[]; };           // [tokens][y_stride] at y_offset
+layout(set = 0, binding = 3) readonly buffer State { uint state[]; };
+layout(set = 0, binding = 4) readonly buffer Bias { float bias[]; }; // [rows of the whole matrix]
+layout(push_constant) uniform Push {
+    uint w_offset;    // words
+    uint rows;        // of this part
+    uint cols;
+    uint first_row;   // of this part in the whole matrix
+    uint x_offset;    // words
+    uint x_stride;    // words
+    uint y_offset;    // words
+    uint y_stride;    // words
+    uint bias_offset; // words; NO_BIAS: there is none
+    uint epilogue;    // as in linear.glsl
+    uint count_at;    // word of the state buffer with the number of rows of x in use
+    uint last_token;  // of the plan: rows of x beyond are not there
+    uint w_low, w_high, x_low, x_high; // the addresses of w and x
+    mat4 digits;      // see uniform.glsl
+} p;
+const uint NO_BIAS = 0xFFFFFFFFu;
+const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
+
+#include "gelu.glsl"
+#include "silu.glsl"
 #include "uniform.glsl"
 
 #define FOR_TOKENS [[unroll]] for (uint t = 0u; t < TOKENS; t++)
@@ -109,23 +130,22 @@ float sum_of(uint t, uint block, uint first, uint count) {
     return sum + subgroupShuffle(sum, lane ^ 4u);
 }
 
-// Row `row` of token t is v; `other` is that of the row it is paired with.
-void finish(uint row, uint t, float v, float other) {
+// Row `row` of token t is v. Where rows are pairs of a gate and its up, `up` is the next row, and row even.
+void finish(uint row, uint t, float v, float up) {
+    const bool paired = p.epilogue == SWIGLU || p.epilogue == GEGLU;
     if (p.bias_offset != NO_BIAS) {
-        const uint at = p.bias_offset + p.first_row;
-        v += bias[at + row];
-        if (p.epilogue == SWIGLU)
-            other += bias[at + (row ^ 1u)];
+        const uint at = p.bias_offset + p.first_row + row;
+        v += bias[at];
+        if (paired)
+            up += bias[at + 1u];
     }
-    uint at = p.y_offset + t * p.y_stride;
-    if (p.epilogue == SWIGLU) { // gate in even rows, up in odd ones
-        if ((row & 1u) == 0u)
-            y[at + (p.first_row + row) / 2u] = silu(v) * other;
-        return;
-    }
-    at += p.first_row + row;
-    if (p.epilogue == ADD)
+    const uint at = p.y_offset + t * p.y_stride + (paired ? (p.first_row + row) / 2u : p.first_row + row);
+    if (paired)
+        v = (p.epilogue == SWIGLU ? silu(v) : gelu_tanh(v)) * up;
+    else if (p.epilogue == ADD)
         v += y[at];
+    else if (p.epilogue == GATED)
+        v *= silu(y[at]);
     y[at] = v;
 }
 
@@ -145,10 +165,12 @@ void main() {
     data_at = Words(advance(row_at, 4u * LANES * (data_first + first_block * BLOCK_WORDS)));
 #if defined(GROUPED)
     scales_at = Words(row_at);
-    const uint scale_block = first_block;
-#elif defined(SCALED) // CHUNKS is 1 or BLOCKS whole words of scales
-    scales_at = Words(advance(row_at, 4u * LANES * (first_block / (SCALE_COLUMNS / BLOCK) * SCALE_WORDS)));
-    const uint scale_block = 0u;
+    const uint scale_block = first_block; // where blocks are counted from that have their scales at scales_at
+#elif defined(SCALED) // from the chunk, if it begins with a word of scales: then shifts are constants
+    const bool from_chunk = BLOCKS % (SCALE_COLUMNS / BLOCK) == 0u;
+    const uint scale_words = from_chunk ? first_block / (SCALE_COLUMNS / BLOCK) * SCALE_WORDS : 0u;
+    scales_at = Words(advance(row_at, 4u * LANES * scale_words));
+    const uint scale_block = from_chunk ? 0u : first_block;
 #endif
     const uint unknown_zero = floatBitsToUint(p.digits[0][0]);
     FOR_TOKENS {
@@ -295,18 +317,20 @@ void main() {
     // one that is not.
     const uint first = gl_SubgroupID / CHUNKS * CHUNKS;
     const uint row = (gl_WorkGroupID.x * row_groups + gl_SubgroupID / CHUNKS) * LANES + lane;
-    if (row < p.rows)
-        [[dont_unroll]] for (uint i = gl_SubgroupID % CHUNKS; i < TOKENS; i += CHUNKS) {
-            const uint t = gl_WorkGroupID.y * TOKENS + i;
-            if (t >= used)
-                break;
-            float v = 0.0, other = 0.0;
-            [[dont_unroll]] for (uint c = first; c < first + CHUNKS; c++) {
-                const uint at = (c * TOKENS + i) * LANES;
-                v += sums[at + lane];
-                if (p.epilogue == SWIGLU)
-                    other += sums[at + (lane ^ 1u)];
-            }
-            finish(row, t, v, other);
+    const bool paired = p.epilogue == SWIGLU || p.epilogue == GEGLU;
+    if (row >= p.rows || (paired && (row & 1u) != 0u))
+        return;
+    [[dont_unroll]] for (uint i = gl_SubgroupID % CHUNKS; i < TOKENS; i += CHUNKS) {
+        const uint t = gl_WorkGroupID.y * TOKENS + i;
+        if (t >= used)
+            break;
+        float v = 0.0, up = 0.0;
+        [[dont_unroll]] for (uint c = first; c < first + CHUNKS; c++) {
+            const uint at = (c * TOKENS + i) * LANES + lane;
+            v += sums[at];
+            if (paired)
+                up += sums[at + 1u];
         }
+        finish(row, t, v, up);
+    }
 }

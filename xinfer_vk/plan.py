@@ -91,6 +91,8 @@ class Kernel:
 
     ``bindings``: names in descriptor order. ``params``: push-constant fields in order, ``"rows:u"``
     or ``"eps:f"`` (each is one 32-bit word). ``spec``: ``(name, value)`` in ``constant_id`` order.
+    ``addresses``: ``(field, binding)``: that field and the one after it are the low and the high word of the
+    address of the buffer bound there. Steps have zeros in them, and the runtime puts the address in.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Kernel:
     params: tuple[str, ...]
     spec: tuple[tuple[str, int], ...]
     oracle: Callable[[OracleCall], None] = field(repr=False)
+    addresses: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.params) <= MAX_PUSH_WORDS, f"{self.name}: push constants exceed 128 bytes"

@@ -9,7 +9,7 @@
 // gl_WorkGroupID.x is looked up, four bits at a time, in a table of push constants that holds 0 to 15.
 // Everywhere else uniformly(v) is simply v. The table is a matrix and no array, because an index into an
 // array of push constants would have to be the same in the whole workgroup.
-#define UNIFORM_TABLE mat4 digits; // digits[i][j] = 4i + j
+// The push constants p have the table as `mat4 digits`: digits[i][j] is 4i + j, the bits of a uint.
 
 uint uniformly(uint v, uint digits) { // v < 16^digits
     uint u = 0u;

@@ -6,9 +6,10 @@ residual connection; ``swiglu`` and ``geglu`` (Shazeer 2020), which take rows in
 and store ``silu(gate) * up`` or ``gelu(gate) * up``; ``gated``, which multiplies by ``silu(y)`` of what y
 holds, a gate.
 
-Four shader families, chosen by :func:`linear` from the device and the number of token rows:
+Five shader families, chosen by :func:`linear` from the device and the number of token rows:
 
-- ``matmul_simd`` for CPU devices, any number of rows: no shared memory, no barriers;
+- ``matmul_lanes`` for lavapipe (:mod:`xinfer_vk.kernels.matmul_lanes`), any number of rows;
+- ``matmul_simd`` for other CPU devices, any number of rows: no shared memory, no barriers;
 - ``matvec`` for GPUs and few rows (decode): the inner dimension is split over a workgroup;
 - ``matmul`` for GPUs and many rows (prefill): tiles decoded into shared memory;
 - ``matmul_coop`` for GPUs with matrix units and many rows, from activations in two f16 planes
@@ -25,6 +26,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from xinfer_vk.kernels import matmul_lanes
 from xinfer_vk.kernels import state as state_words
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
 from xinfer_vk.kernels.halves import multiplies_halves, read_halves
@@ -68,6 +70,7 @@ def _halves(call: OracleCall, tokens: int) -> np.ndarray:
     return read_halves(call.u32("x"), call.p.x_offset, call.p.x_stride, tokens, call.p.cols)
 
 
+@cache
 def oracle_of(fmt: str, read_x: Callable[[OracleCall, int], np.ndarray] = _x) -> Callable[[OracleCall], None]:
     """The oracle of products with weights in ``fmt``. ``read_x``: the first rows of x, f32 [tokens, cols]."""
 
@@ -277,6 +280,7 @@ def linear(
         known = variants(profile, fmt, cols, tokens, aligned)
         name = variant if variant in known and not variant.startswith("coop") else "default"
         kernel, tile_rows, tile_tokens = known[name]
+    by_lanes = choice is None and halves is None and matmul_lanes.applies(profile)
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue in PAIRED and part.rows % 2):
@@ -301,6 +305,10 @@ def linear(
         }
         buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state}
         buffers["bias"] = bias.buffer if bias else state
+        found = matmul_lanes.choose(profile, fmt, part.rows, cols, tokens, oracle_of(fmt)) if by_lanes else None
+        if found is not None:
+            kernel, tile_rows, tile_tokens = found
+            params = matmul_lanes.params_of(params, tokens)
         groups = (ceil_div(part.rows, tile_rows), ceil_div(tokens, tile_tokens))
         steps.append(make_step(kernel, buffers, params, groups, label, independent=bool(steps)))
     return steps

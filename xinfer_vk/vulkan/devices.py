@@ -393,7 +393,7 @@ def _probe(vk: Any, physical: Any, index: int) -> DeviceInfo:
         timestamp_bits=queue.timestampValidBits if queue else 0,
         timestamp_period_ns=limits.timestampPeriod,
         unified_memory=_is_unified(kind, heaps, types),
-        features=_features(vk, physical, api, extensions),
+        features=_features(vk, physical, api, extensions, kind == "cpu"),
         warning=_warning(name, driver_name, driver_version),
     )
     rejected = _rejection(info, has_compute_queue=queue is not None)
@@ -491,7 +491,9 @@ def _is_unified(kind: str, heaps: tuple[MemoryHeap, ...], types: tuple[MemoryTyp
     return all(heap.device_local for heap in heaps) and mapped == set(range(len(heaps)))
 
 
-def _features(vk: Any, physical: Any, api: tuple[int, int, int], extensions: set[str]) -> frozenset[str]:
+def _features(
+    vk: Any, physical: Any, api: tuple[int, int, int], extensions: set[str], is_cpu: bool
+) -> frozenset[str]:
     """Names of layer.FEATURES, by the same conditions under which layer.c turns them on."""
     if api < (1, 1, 0):
         return frozenset()
@@ -506,6 +508,9 @@ def _features(vk: Any, physical: Any, api: tuple[int, int, int], extensions: set
         ),
         "VkPhysicalDeviceVulkanMemoryModelFeatures": ("VK_KHR_vulkan_memory_model", "VULKAN_MEMORY_MODEL"),
         "VkPhysicalDeviceCooperativeMatrixFeaturesKHR": ("VK_KHR_cooperative_matrix", "COOPERATIVE_MATRIX"),
+        "VkPhysicalDeviceBufferDeviceAddressFeatures": (
+            "VK_KHR_buffer_device_address", "BUFFER_DEVICE_ADDRESS",
+        ),
     }  # fmt: skip
     members = [
         ("VkPhysicalDevice16BitStorageFeatures", vk.VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_16BIT_STORAGE_FEATURES)
@@ -538,6 +543,7 @@ def _features(vk: Any, physical: Any, api: tuple[int, int, int], extensions: set
         "subgroup_size_control": on(
             "VkPhysicalDeviceSubgroupSizeControlFeatures", "subgroupSizeControl", "computeFullSubgroups"
         ),
+        "buffer_address": is_cpu and on("VkPhysicalDeviceBufferDeviceAddressFeatures", "bufferDeviceAddress"),
     }
     return frozenset(name for name, is_on in offered.items() if is_on)
 

@@ -26,7 +26,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, Usa
 
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
-ABI_VERSION = 1  # of layer.c
+ABI_VERSION = 2  # of layer.c
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
 FEATURES = (
@@ -38,6 +38,7 @@ FEATURES = (
     "integer_dot_product",
     "cooperative_matrix",
     "subgroup_size_control",
+    "buffer_address",
 )
 
 # VkResult, from the registry: the errors that the functions kp calls may give.
@@ -123,6 +124,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": res
     "take_failure": (_i32, (_u64, _pointer)),
     "next_is_independent": (None, (_u64,)),
     "next_is_read_back": (None, (_u64,)),
+    "newest_address": (_u64, (_u64,)),
     "cached_type": (_u32, (_pointer, _pointer, _u32, _u32, _u32)),
     "set_barriers": (None, (_u64, _i32)),
     "time_next_recording": (None, (_u64, _u32)),
@@ -251,6 +253,10 @@ class DeviceLayer:
     def next_is_read_back(self) -> None:
         """The next mapped memory is for what the host reads: let it be cached, where there is such."""
         self._library.xinfer_next_is_read_back(self._id)
+
+    def newest_address(self) -> int:
+        """The device address of the buffer made last; 0 where buffers have none (feature buffer_address)."""
+        return self._library.xinfer_newest_address(self._id)
 
     def set_barriers(self, on: bool) -> None:
         """Off: recordings get no barriers, which is wrong; for showing that validation sees it."""

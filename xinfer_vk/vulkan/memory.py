@@ -53,6 +53,7 @@ class _Slot:
     view: np.ndarray | None  # its words, where it is mapped
     heap: int | None
     bytes: int
+    address: int  # for shaders; 0 where buffers have none
 
 
 class DeviceMemory:
@@ -108,7 +109,8 @@ class DeviceMemory:
                 tensor.destroy()
             raise
         heap = self._info.heap_of(mapped=mapped)
-        self._slots[buffer] = _Slot(tensor, tensor.data() if mapped else None, heap, size)
+        address = self._layer.newest_address() if self._layer is not None else 0
+        self._slots[buffer] = _Slot(tensor, tensor.data() if mapped else None, heap, size, address)
         self._heap_bytes[heap] = self._heap_bytes.get(heap, 0) + size
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
@@ -182,6 +184,10 @@ class DeviceMemory:
     def bound_tensor(self, buffer: Buffer) -> Any:
         """The tensor that kernels see."""
         return self._slots[self._known(buffer)].tensor
+
+    def address(self, buffer: Buffer) -> int:
+        """Where kernels find it that load by address (feature buffer_address); 0 on other devices."""
+        return self._slots[self._known(buffer)].address
 
     def view(self, buffer: Buffer) -> np.ndarray | None:
         """A buffer's words as the host can reach them (a STATE buffer's twin's), or None. Valid until the

@@ -125,6 +125,16 @@ class Programs:
             self.made += 1
         return algorithm
 
+    def push(self, step: Step) -> np.ndarray:
+        """A step's push constants, with the addresses of its buffers where the kernel wants them."""
+        kernel, words = step.kernel, np.array(step.push, np.uint32)
+        fields = [p.split(":")[0] for p in kernel.params] if kernel.addresses else []
+        for field, binding in kernel.addresses:
+            address = self._memory.address(step.buffers[kernel.bindings.index(binding)])
+            at = fields.index(field)
+            words[at : at + 2] = address & 0xFFFFFFFF, address >> 32
+        return words
+
     def forget(self, buffer: Buffer) -> None:
         """Destroy every algorithm that is bound to a buffer."""
         for key in [key for key in self._algorithms if buffer in key[2]]:

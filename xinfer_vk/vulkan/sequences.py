@@ -110,7 +110,7 @@ class Recorder:
         for i, (step, algorithm) in enumerate(zip(steps, algorithms)):
             if layer is not None and step.independent and i:
                 layer.next_is_independent()
-            sequence.record(dispatch(algorithm, np.ascontiguousarray(step.push, np.uint32)))
+            sequence.record(dispatch(algorithm, self._programs.push(step)))
 
 
 def recut(ranges: Sequence[Range], seconds: Sequence[float]) -> list[Range]:

@@ -8,7 +8,8 @@
  *   1. Barriers. Kompute orders transfers before dispatches, but never one dispatch before another.
  *      Its own barriers are dropped, and one correct memory barrier goes before each dispatch, unless
  *      the recorder said that the dispatch is independent of those before it.
- *   2. Features. Kompute enables none; we enable those on the list below that the device has.
+ *   2. Features. Kompute enables none; we enable those on the list below that the device has. On CPU devices
+ *      buffers have addresses, which xinfer_newest_address tells.
  *   3. Errors. Kompute ignores most results and goes on with null handles, which crash the driver.
  *      The first failure on a device is kept; until Python has read it, further creations fail too,
  *      and null handles stop here. So kp's constructors return or throw, and Python can say why.
@@ -29,7 +30,7 @@
 #include <vulkan/vk_layer.h>
 #include <vulkan/vulkan.h>
 
-#define ABI_VERSION 1 /* layer.py refuses a library that says otherwise: raise both together */
+#define ABI_VERSION 2 /* layer.py refuses a library that says otherwise: raise both together */
 #define EXPORT __attribute__((visibility("default")))
 
 /* Headers before 1.3.255 (Debian 12) lack VK_KHR_cooperative_matrix; its numbers are the registry's. */
@@ -71,7 +72,7 @@ typedef VkResult(VKAPI_PTR *PFN_vkGetPhysicalDeviceCooperativeMatrixPropertiesKH
     X(CreateComputePipelines) X(CreateCommandPool) X(DestroyCommandPool) X(AllocateCommandBuffers)       \
     X(FreeCommandBuffers) X(BeginCommandBuffer) X(EndCommandBuffer) X(CmdPipelineBarrier) X(CmdDispatch) \
     X(CmdCopyBuffer) X(CreateQueryPool) X(DestroyQueryPool) X(CmdResetQueryPool) X(CmdWriteTimestamp)    \
-    X(GetQueryPoolResults)
+    X(GetQueryPoolResults) X(GetBufferDeviceAddressKHR)
 
 typedef struct {
     VkInstance handle;
@@ -295,6 +296,7 @@ enum {
     FEATURE_INTEGER_DOT_PRODUCT = 1 << 5,
     FEATURE_COOPERATIVE_MATRIX = 1 << 6,
     FEATURE_SUBGROUP_SIZE_CONTROL = 1 << 7,
+    FEATURE_BUFFER_ADDRESS = 1 << 8, /* CPU devices only: see matmul_lanes.comp */
 };
 
 /* The feature structures we may chain. kp makes its instance for API 1.1, so what later versions took
@@ -308,6 +310,7 @@ typedef struct {
     VkPhysicalDeviceSubgroupSizeControlFeaturesEXT subgroup;
     VkPhysicalDeviceVulkanMemoryModelFeaturesKHR memory_model; /* which cooperative matrices need */
     VkPhysicalDeviceCooperativeMatrixFeaturesKHR matrix;
+    VkPhysicalDeviceBufferDeviceAddressFeaturesKHR address;
 } Features;
 
 enum { MAX_EXTENSIONS = 8 };
@@ -351,6 +354,15 @@ static bool has_matrix_shape(Instance *instance, VkPhysicalDevice physical)
     return false;
 }
 
+static bool is_cpu(Instance *instance, VkPhysicalDevice physical)
+{
+    INSTANCE_FUNCTION(GetPhysicalDeviceProperties);
+    VkPhysicalDeviceProperties properties = {0};
+    if (GetPhysicalDeviceProperties)
+        GetPhysicalDeviceProperties(physical, &properties);
+    return properties.deviceType == VK_PHYSICAL_DEVICE_TYPE_CPU;
+}
+
 /* Fills `f` with what the device supports of our list, ready to be chained into VkDeviceCreateInfo,
  * and `wanted` with the extensions this takes. Returns the FEATURE_* bits. */
 static uint32_t supported_features(
@@ -392,6 +404,8 @@ static uint32_t supported_features(
         CHAIN_IF(memory_model, VULKAN_MEMORY_MODEL_FEATURES_KHR, VK_KHR_VULKAN_MEMORY_MODEL_EXTENSION_NAME)
         CHAIN_IF(matrix, COOPERATIVE_MATRIX_FEATURES_KHR, VK_KHR_COOPERATIVE_MATRIX_EXTENSION_NAME)
     }
+    if (is_cpu(instance, physical))
+        CHAIN_IF(address, BUFFER_DEVICE_ADDRESS_FEATURES_KHR, VK_KHR_BUFFER_DEVICE_ADDRESS_EXTENSION_NAME)
     free(available);
     GetPhysicalDeviceFeatures2(physical, &f->core);
 
@@ -404,6 +418,7 @@ static uint32_t supported_features(
     f->storage8.storagePushConstant8 = f->storage8.uniformAndStorageBuffer8BitAccess = VK_FALSE;
     f->memory_model.vulkanMemoryModelAvailabilityVisibilityChains = VK_FALSE;
     f->matrix.cooperativeMatrixRobustBufferAccess = VK_FALSE;
+    f->address.bufferDeviceAddressCaptureReplay = f->address.bufferDeviceAddressMultiDevice = VK_FALSE;
 
     uint32_t bits = 0;
     bits |= f->storage16.storageBuffer16BitAccess ? FEATURE_STORAGE_16BIT : 0;
@@ -417,6 +432,7 @@ static uint32_t supported_features(
         bits |= FEATURE_COOPERATIVE_MATRIX;
     if (f->subgroup.subgroupSizeControl && f->subgroup.computeFullSubgroups)
         bits |= FEATURE_SUBGROUP_SIZE_CONTROL;
+    bits |= f->address.bufferDeviceAddress ? FEATURE_BUFFER_ADDRESS : 0;
     return bits;
 }
 
@@ -567,9 +583,12 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateBuffer(
 {
     Device *d = device_of(handle);
     *out = VK_NULL_HANDLE;
+    VkBufferCreateInfo extended = *info;
+    if (d->features & FEATURE_BUFFER_ADDRESS)
+        extended.usage |= VK_BUFFER_USAGE_SHADER_DEVICE_ADDRESS_BIT_KHR;
     VkResult result = refused(d, "vkCreateBuffer", info->size);
     if (result == VK_SUCCESS)
-        result = keep(d, "vkCreateBuffer", info->size, d->CreateBuffer(handle, info, allocator, out));
+        result = keep(d, "vkCreateBuffer", info->size, d->CreateBuffer(handle, &extended, allocator, out));
     return result;
 }
 
@@ -609,13 +628,20 @@ static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
     if (result != VK_SUCCESS)
         return result;
     VkMemoryAllocateInfo chosen = *info;
+    VkMemoryAllocateFlagsInfo flags = {
+        .sType = VK_STRUCTURE_TYPE_MEMORY_ALLOCATE_FLAGS_INFO, .pNext = info->pNext,
+        .flags = VK_MEMORY_ALLOCATE_DEVICE_ADDRESS_BIT_KHR};
+    if (d->features & FEATURE_BUFFER_ADDRESS)
+        chosen.pNext = &flags;
     if (d->next_is_read_back)
         chosen.memoryTypeIndex = cached_type(&d->memory, info->memoryTypeIndex, d->type_bits);
     d->next_is_read_back = false;
     Allocation *a = malloc(sizeof *a);
     result = a ? d->AllocateMemory(handle, &chosen, allocator, out) : VK_ERROR_OUT_OF_HOST_MEMORY;
-    if (result < 0 && a && chosen.memoryTypeIndex != info->memoryTypeIndex)
-        result = d->AllocateMemory(handle, info, allocator, out);
+    if (result < 0 && a && chosen.memoryTypeIndex != info->memoryTypeIndex) {
+        chosen.memoryTypeIndex = info->memoryTypeIndex;
+        result = d->AllocateMemory(handle, &chosen, allocator, out);
+    }
     if (result != VK_SUCCESS) {
         free(a);
         return keep(d, "vkAllocateMemory", info->allocationSize, result);
@@ -1119,6 +1145,17 @@ EXPORT void xinfer_next_is_read_back(uint64_t id)
     Device *d = device_by_id(id);
     if (d)
         d->next_is_read_back = true;
+}
+
+/* The address of the buffer that was bound to memory last, for shaders; 0 if buffers have none. */
+EXPORT uint64_t xinfer_newest_address(uint64_t id)
+{
+    Device *d = device_by_id(id);
+    if (!d || !(d->features & FEATURE_BUFFER_ADDRESS) || !d->bound_buffer)
+        return 0;
+    VkBufferDeviceAddressInfoKHR info = {
+        .sType = VK_STRUCTURE_TYPE_BUFFER_DEVICE_ADDRESS_INFO_KHR, .buffer = d->bound_buffer};
+    return d->GetBufferDeviceAddressKHR(d->handle, &info);
 }
 
 /* For tests: what an allocation of type `asked` that is read back gets on a device with these types. */
