@@ -305,10 +305,11 @@ def linear(
         }
         buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state}
         buffers["bias"] = bias.buffer if bias else state
-        found = matmul_lanes.choose(profile, fmt, part.rows, cols, tokens, oracle_of(fmt)) if by_lanes else None
-        if found is not None:
-            kernel, tile_rows, tile_tokens = found
-            params = matmul_lanes.params_of(params, tokens)
+        if by_lanes:
+            found = matmul_lanes.choose(profile, fmt, part.rows, cols, tokens, oracle_of(fmt))
+            if found is not None:
+                kernel, tile_rows, tile_tokens = found
+                params = matmul_lanes.params_of(params, tokens)
         groups = (ceil_div(part.rows, tile_rows), ceil_div(tokens, tile_tokens))
         steps.append(make_step(kernel, buffers, params, groups, label, independent=bool(steps)))
     return steps

@@ -35,7 +35,7 @@ WORKGROUPS = 8  # at least, for as many cores
 
 
 def applies(profile: DeviceProfile) -> bool:
-    """Whether the device is one this family is made for: buffers have addresses, and subgroups eight lanes."""
+    """Whether the device is what this family is for: buffers have addresses, and subgroups eight lanes."""
     wanted = {"buffer_address", "subgroup_shuffle"}
     return profile.simd and profile.subgroup_size == ROWS and wanted <= profile.features
 
