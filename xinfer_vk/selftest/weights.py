@@ -34,7 +34,7 @@ FORMATS = (*PER_WORD, *BLOCK_FORMATS, "int4_g128", "int8_g32")
 QUICK_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 EMBED = Tolerance(0.0, 2e-7, "a weight is decoded with at most two roundings, and scaled with a third")
 PRODUCT = Tolerance(
-    2e-4, 1e-5, "sums of up to 256 products whose absolute values add up to about 100; a wrong nibble changes 1e-2"
+    2e-4, 1e-5, "sums of at most 256 products of about 0.4; a wrong nibble changes 1e-2"
 )
 # Of the f16 in a scale that make weights of about 0.2; 0.03 where nothing is said.
 SCALE_SIZES = {
