@@ -33,9 +33,7 @@ FORMATS = (*PER_WORD, *BLOCK_FORMATS, "int4_g128", "int8_g32")
 # What most models are in; of the others, whose kernels differ by a few lines, one product is quick.
 QUICK_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 EMBED = Tolerance(0.0, 2e-7, "a weight is decoded with at most two roundings, and scaled with a third")
-PRODUCT = Tolerance(
-    2e-4, 1e-5, "sums of at most 256 products of about 0.4; a wrong nibble changes 1e-2"
-)
+PRODUCT = Tolerance(2e-4, 1e-5, "sums of at most 256 products of about 0.4; a wrong nibble changes 1e-2")
 # Of the f16 in a scale that make weights of about 0.2; 0.03 where nothing is said.
 SCALE_SIZES = {
     "q8_0": 0.003, "iq4_nl": 0.003, "q2_k": 0.01, "q3_k": 0.003, "q4_k": 0.001, "q5_k": 0.0005,
