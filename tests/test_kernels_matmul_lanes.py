@@ -15,6 +15,7 @@ from test_kernels_matmul import EPILOGUES, Product, Setup, check
 from weight_matrices import BLOCK_SIZES, FORMATS
 
 from xinfer_vk.kernels import matmul_lanes
+from xinfer_vk.kernels.matmul import planned_rows
 from xinfer_vk.plan import DeviceProfile
 from xinfer_vk.reference import NumpyRuntime
 
@@ -117,6 +118,9 @@ def test_geometry() -> None:
     assert matmul_lanes.applies(wide)
     for lacking in ({"subgroup_size": 16}, {"features": frozenset({"subgroup_shuffle"})}, {"simd": False}):
         assert not matmul_lanes.applies(replace(wide, **lacking))
+    counts = (0, 1, 3, 5, 9, 17, 63, 65, 257, 300, 512)
+    assert [planned_rows(wide, n) for n in counts] == [0, 1, 4, 8, 16, 24, 64, 80, 320, 320, 512]
+    assert [planned_rows(NumpyRuntime().profile, n) for n in counts[4:8]] == [16, 32, 64, 128]
     oracle = lambda call: None  # noqa: E731
     assert matmul_lanes.choose(wide, "f32", 8, 64 * 128, 1, oracle) is not None
     assert matmul_lanes.choose(wide, "f32", 8, 64 * 129, 1, oracle) is None  # 129 runs of 8 lanes

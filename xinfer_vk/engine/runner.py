@@ -19,6 +19,7 @@ from xinfer_vk.engine.positions import RopeTables
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import query_tile
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.matmul import planned_rows
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.quantize_rows import quantized_words
 from xinfer_vk.models.config import ModelConfig
@@ -59,7 +60,7 @@ class ModelRunner:
 
     ``max_tokens`` bounds the rows of a step, ``cache.capacity`` the positions. Prefills should take
     ``prefill_tokens`` a step: at first as many, fewer once a single dispatch was seen to take too long.
-    Plans are recorded on first use, one for each (tokens bucket, outputs bucket, head); ``progress(done,
+    Plans are recorded on first use, one for each (planned tokens, outputs bucket, head); ``progress(done,
     total)`` hears of the pipelines made for them. ``activation_dtype``: of the inputs of products, "f32", or
     "int8" where the weights' format allows it.
     """
@@ -140,7 +141,8 @@ class ModelRunner:
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        recorded, self.last_plan = self._plan(bucket(total), bucket(rows), head)
+        planned = planned_rows(self.runtime.profile, total)
+        recorded, self.last_plan = self._plan(planned, bucket(rows), head)
         began = time.perf_counter()
         recorded.run()
         self._note_time(total, rows, time.perf_counter() - began)
@@ -203,7 +205,8 @@ class ModelRunner:
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        plan = self._make_plan(bucket(total), bucket(rows), "argmax", 1)
+        planned = planned_rows(self.runtime.profile, total)
+        plan = self._make_plan(planned, bucket(rows), "argmax", 1)
         recorded = self.runtime.prepare(plan, timed=True)
         times = []
         for _ in range(repeats):

@@ -227,6 +227,18 @@ def tuned_variant(profile: DeviceProfile, fmt: str, rows: int, cols: int, tokens
     return profile.tuned.get(tuned_key(fmt, rows, cols, tokens), "default")
 
 
+def planned_rows(profile: DeviceProfile, count: int) -> int:
+    """For how many rows of x a plan is made whose runs use ``count`` of them or fewer, 0 for none: the next
+    power of two. ``matmul_lanes`` computes rows that are not in use all the same: there it is the next
+    multiple of a tile, or of an eighth of that power."""
+    power = 0 if count == 0 else 1 << (count - 1).bit_length()
+    tile = matmul_lanes.TOKENS[-1]
+    if power <= tile or not matmul_lanes.applies(profile):
+        return power
+    step = max(tile, power // 8)
+    return ceil_div(count, step) * step
+
+
 def linear(
     profile: DeviceProfile,
     fmt: str,

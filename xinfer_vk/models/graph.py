@@ -19,7 +19,7 @@ from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
-from xinfer_vk.kernels.matmul import linear, tuned_variant
+from xinfer_vk.kernels.matmul import linear, planned_rows, tuned_variant
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.matmul_a8 import linear_a8
 from xinfer_vk.kernels.norm_rope import norm_rope
@@ -77,9 +77,9 @@ class Activations:
     ) -> None:
         c, profile = config, runtime.profile
         q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        buckets = [1 << i for i in range(10) if 1 << i <= tokens] or [1]
+        planned = sorted({planned_rows(profile, count) for count in range(1, tokens + 1)}) or [1]
         partials = max(
-            *(partial_words(profile, t, c.heads, c.head_dim, max_context) for t in buckets),
+            *(partial_words(profile, t, c.heads, c.head_dim, max_context) for t in planned),
             argmax_partial_words(profile, c.vocab_size, outputs),
             1,
         )
