@@ -11,9 +11,15 @@
 //   2. the octet finds each row's new maximum, rescales, and exponentiates;
 //   3. a lane adds p V to ROWS x (head dim / 8) sums, 4 tokens at a time.
 // A workgroup is ROW_OCTETS x KV_OCTETS octets: on different rows, and on different stretches of the
-// sequence. Grid: x items (it strides on if there are more), y KV heads, z (group of rows, stretch).
-// With PARTIAL (flash-decoding, Dao et al. 2023) each stretch writes (sum of p V, max, sum of p) and
-// attention_combine.comp joins them.
+// sequence, whose results it joins. Grid: x items (it strides on if there are more), y KV heads, z (group of
+// rows, split). With PARTIAL (flash-decoding, Dao et al. 2023) each split writes (sum of p V, max, sum of p)
+// and attention_combine.comp joins them.
+//
+// Occupancy: one token of a model with 8 KV heads of 128 at depth 4096 is 8 heads x 16 splits x 8 octets of one
+// block each: 256 subgroups of 32 lanes on a card of 132 processors, with four to eight 16-byte loads in flight
+// in each lane. That is latency, not bandwidth (8 MiB of K and V a layer), but a longer context only makes
+// stretches longer once there are 64 splits. Prefill: a workgroup of 64 lanes holds 8 x ROWS rows, and all of its
+// octets read the same K and V at the same time: once from memory, then from the cache near the core.
 //
 // What passes between the lanes of an octet (queries, maxima, probabilities) goes through
 //   EXCHANGE_SUBGROUP  shuffles: for subgroups that hold octets whole. No barrier, no shared memory:
@@ -59,7 +65,7 @@ layout(push_constant) uniform Push {
     uint k_offset;   // multiples of 4
     uint v_offset;
     uint kv_heads;
-    uint splits;     // stretches of a sequence, a multiple of KV_OCTETS
+    uint splits;     // workgroups that share the blocks of a sequence
     uint row_groups; // workgroups that share the rows of an item
     uint window;     // positions a query sees, its own included; 0xffffffff: all
     float scale;
@@ -93,6 +99,9 @@ const uint P_QUADS = BLOCK_TOKENS / 4u + 1u;
 shared vec4 shared_q[ROW_OCTETS * ROWS * QUERY_QUADS];
 shared vec4 shared_p[OCTETS * ROWS * P_QUADS]; // probabilities of a block
 shared vec4 shared_lanes[OCTETS * ROWS * 2u];  // one number of each lane
+const uint JOINED = KV_OCTETS > 1u ? OCTETS : 1u;
+shared vec2 shared_tops[JOINED];               // (max, sum of p) of one row
+shared float shared_sums[JOINED * SUMS * 8u];  // sums of one row
 #endif
 
 // The rows of an octet: where their queries are, and which positions each one sees.
@@ -330,10 +339,40 @@ void add_values(Rows rows, float mine[SCORES], uvec4 scales[VALUE_SCALES], uint 
     }
 }
 
+// Whether this octet, of those on the same rows, writes the lane's sum i of a row.
+bool writes(uint i) {
+    return i % KV_OCTETS == octet % KV_OCTETS;
+}
+
+#ifdef EXCHANGE_SHARED
+// Joins what the octets on the same row found in their stretches: its maximum, its sum of p, and of its sums
+// (the first SUMS) those that are this octet's to write. An octet without blocks has found LOWEST, 0 and zeros.
+void join_octets(inout float highest, inout float total, inout float sums[ALL_SUMS]) {
+    const uint first = octet / KV_OCTETS * KV_OCTETS;
+    if (lane == 0u) shared_tops[octet] = vec2(highest, total);
+    [[unroll]] for (uint i = 0u; i < SUMS; ++i)
+        shared_sums[(octet * SUMS + i) * 8u + lane] = sums[i];
+    barrier();
+    highest = LOWEST;
+    for (uint o = first; o < first + KV_OCTETS; ++o)
+        highest = max(highest, shared_tops[o].x);
+    total = 0.0;
+    [[unroll]] for (uint i = 0u; i < SUMS; ++i)
+        if (writes(i)) sums[i] = 0.0;
+    for (uint o = first; o < first + KV_OCTETS; ++o) {
+        const float weight = exp(shared_tops[o].x - highest);
+        total += weight * shared_tops[o].y;
+        [[unroll]] for (uint i = 0u; i < SUMS; ++i)
+            if (writes(i)) sums[i] += weight * shared_sums[(o * SUMS + i) * 8u + lane];
+    }
+    barrier(); // the next row's come into the same place
+}
+#endif
+
 // All rows of one workgroup of an item: `count` tokens from row `start` of the batch.
 void attend(uint start, uint count) {
     const uint kv_head = gl_WorkGroupID.y;
-    const uint group_splits = gl_WorkGroupID.z / p.row_groups * KV_OCTETS;
+    const uint split = gl_WorkGroupID.z / p.row_groups;
     const uint first_row = gl_WorkGroupID.z % p.row_groups * (ROW_OCTETS * ROWS);
     const uint end_row = min(first_row + ROW_OCTETS * ROWS, count * GROUP);
     if (first_row >= end_row) return;
@@ -347,10 +386,10 @@ void attend(uint start, uint count) {
     }
     const uint skipped = visible_from / BLOCK_TOKENS; // blocks before every window
     const uint blocks = (positions + BLOCK_TOKENS - 1u) / BLOCK_TOKENS;
-    const uint stretch = (blocks - skipped + p.splits - 1u) / p.splits; // blocks of one stretch
-    if (skipped + group_splits * stretch >= blocks) return;
-    const uint split = group_splits + octet % KV_OCTETS;
-    const uint first_block = skipped + split * stretch;
+    const uint stretches = p.splits * KV_OCTETS;
+    const uint stretch = (blocks - skipped + stretches - 1u) / stretches; // blocks of one stretch
+    if (skipped + split * KV_OCTETS * stretch >= blocks) return;
+    const uint first_block = skipped + (split * KV_OCTETS + octet % KV_OCTETS) * stretch;
     const int end = int(min(positions, (first_block + stretch) * BLOCK_TOKENS));
     const uint table = STATE_BLOCK_TABLE + state[STATE_SEQUENCE + start] * state[STATE_TABLE_STRIDE];
 
@@ -438,23 +477,25 @@ void attend(uint start, uint count) {
     }
     octet_sum(total);
 
-    if (first_block >= blocks) return;
-    const uint stop_row = min(octet_row + ROWS, end_row);
-    [[dont_unroll]] for (uint row = octet_row; row < stop_row; ++row) { // the first of the rows that are left
+    [[dont_unroll]] for (uint row = octet_row; row < octet_row + ROWS; ++row) { // the first of what is left
+#ifdef EXCHANGE_SHARED
+        if (KV_OCTETS > 1u) join_octets(highest[0], total[0], sums);
+#endif
         const uint token = start + row / GROUP, head = kv_head * GROUP + row % GROUP;
         uint at = p.target_offset + token * p.out_stride + head * HEAD_DIM;
         float factor = 1.0 / total[0];
         if (PARTIAL != 0u) { // [token][head][split][HEAD_DIM + 2]
             at = p.target_offset + ((token * p.kv_heads * GROUP + head) * p.splits + split) * (HEAD_DIM + 2u);
             factor = 1.0;
-            if (lane == 0u) {
+            if (lane == 0u && row < end_row) {
                 target[at + HEAD_DIM] = highest[0];
                 target[at + HEAD_DIM + 1u] = total[0];
             }
         }
         [[unroll]] for (uint c = 0u; c < CHUNKS; ++c)
             [[unroll]] for (uint d = 0u; d < LANE_DIMS; ++d)
-                if (HEAD_DIM % (8u * LANE_DIMS) == 0u || lane_dim(c, lane) + d < HEAD_DIM)
+                if (row < end_row && writes(c * LANE_DIMS + d)
+                    && (HEAD_DIM % (8u * LANE_DIMS) == 0u || lane_dim(c, lane) + d < HEAD_DIM))
                     target[at + lane_dim(c, lane) + d] = sums[c * LANE_DIMS + d] * factor;
         [[unroll]] for (uint r = 1u; r < ROWS; ++r) {
             highest[r - 1u] = highest[r];

@@ -1,9 +1,9 @@
-// Joins what attention.comp found in the stretches of a long sequence (flash-decoding):
-//   m = max of the stretches' maxima, out = Σ exp(m_s - m) sums_s / Σ exp(m_s - m) total_s.
+// Joins what attention.comp found in the splits of a long sequence (flash-decoding):
+//   m = max of the splits' maxima, out = Σ exp(m_s - m) sums_s / Σ exp(m_s - m) total_s.
 //
 // One invocation a dim of a head of a token. Neighbours read and write neighbouring words; the two
-// numbers of each stretch are the same for a whole workgroup. Reads splits x (head_dim + 2) words a
-// head. The stretches in use follow from the token's position and window, as in attention.comp; the
+// numbers of each split are the same for a whole workgroup. Reads splits x (head_dim + 2) words a
+// head. The splits in use follow from the token's position and window, as in attention.comp; the
 // others are never read.
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -20,6 +20,7 @@ layout(push_constant) uniform Push {
     uint heads;
     uint splits;
     uint window;
+    uint octets; // stretches of a split
 } p;
 
 void main() {
@@ -29,7 +30,8 @@ void main() {
     const uint position = state[STATE_POSITION + token];
     const uint window_start = position + 1u - min(position + 1u, p.window);
     const uint blocks = position / BLOCK_TOKENS - window_start / BLOCK_TOKENS + 1u;
-    const uint stretch = (blocks + p.splits - 1u) / p.splits;
+    const uint stretches = p.splits * p.octets;
+    const uint stretch = (blocks + stretches - 1u) / stretches * p.octets; // blocks of a split
     const uint used = (blocks + stretch - 1u) / stretch;
     const uint width = p.head_dim + 2u;
     const uint at = p.partials_offset + (token * p.heads + head) * p.splits * width;

@@ -242,7 +242,9 @@ def test_shared_memory_registers_and_groups_stay_within_what_every_device_has(si
                     assert 16 * quads <= 16 << 10, "more than 16 KiB of shared memory"
                     assert g.local_size <= 256
                     assert simd or g.rows * (head_dim // 8 + 4) <= 100, "more registers than a lane has"
-                    assert g.splits % g.kv_octets == 0
+                    joined = (g.kv_octets > 1) * octets * (head_dim + 2)  # words
+                    assert 16 * quads + 4 * joined <= 32 << 10
+                    assert g.kv_octets == 1 or g.exchange == "shared"
                     words = partial_words(P, tokens, heads, head_dim, 131072)
                     assert words == (tokens * heads * g.splits * (head_dim + 2) if g.splits > 1 else 0)
                     steps = _steps(P, heads, kv_heads, head_dim, tokens)

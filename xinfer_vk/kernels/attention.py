@@ -24,13 +24,14 @@ OCTET = 8  # lanes that share query rows
 ALL_POSITIONS = 0xFFFFFFFF  # a window that ends nowhere
 SPLIT_CONTEXT = 2048  # CPU devices: the second dispatch costs more than it brings for less context
 COMBINE_LOCAL_SIZE = 64
+GPU_KV_OCTETS = 8
 
 
 @dataclass(frozen=True)
 class Geometry:
     """How a dispatch cuts its work. ``rows``: query rows of an octet, held in registers;
-    ``row_octets`` octets of a workgroup take different rows, ``kv_octets`` different stretches;
-    ``splits`` stretches of a sequence in all."""
+    ``row_octets`` octets of a workgroup take different rows, ``kv_octets`` different stretches of a sequence,
+    which they join (by shared memory); ``splits`` workgroups share a sequence."""
 
     exchange: str  # "subgroup" or "shared": how the lanes of an octet exchange numbers
     rows: int
@@ -62,16 +63,15 @@ def per_token(P: DeviceProfile, tokens: int) -> bool:
 
 
 def split_count(P: DeviceProfile, tokens: int, heads: int, max_context: int) -> int:
-    """Stretches a sequence is cut into: enough workgroups to fill the device, from what a plan knows.
-    Short contexts use fewer of them: a stretch is at least one block, and unused ones return at once."""
+    """Workgroups that share a sequence: enough to fill the device, from what a plan knows. Short contexts
+    use fewer of them: an octet's stretch is at least one block, and unused workgroups return at once."""
     if not per_token(P, tokens):
         return 1
     blocks = ceil_div(max_context, st.BLOCK_TOKENS)
     if P.simd:
         wanted = ceil_div(24, tokens * heads) if max_context >= SPLIT_CONTEXT else 1
         return max(1, min(wanted, blocks))
-    octets = 8  # of a workgroup, see geometry()
-    return octets * max(1, min(ceil_div(1024, tokens * heads), blocks // octets, 64))
+    return max(1, min(ceil_div(2048, tokens * heads), blocks // GPU_KV_OCTETS, 64))
 
 
 def geometry(
@@ -97,7 +97,7 @@ def geometry(
     if P.simd:
         return Geometry(exchange(P), rows, 1, 1, single, splits)
     if single:
-        return Geometry(exchange(P), rows, 1, 8, True, splits)
+        return Geometry(exchange(P), rows, 1, GPU_KV_OCTETS, True, splits)
     return Geometry(exchange(P), rows, 8, 1, False, 1)
 
 
@@ -153,7 +153,8 @@ def _oracle(call: OracleCall, kv_dtype: str) -> None:
         visible = (at >= start[:, None]) & (at < seen[:, None])  # [tokens, positions]
         skipped = start // st.BLOCK_TOKENS
         blocks = -(-seen // st.BLOCK_TOKENS) - skipped
-        stretch = -(-blocks // p.splits)  # blocks in one stretch, of each token
+        # blocks in one split, of each token
+        stretch = -(-blocks // (p.splits * s.kv_octets)) * s.kv_octets
         parts = (at // st.BLOCK_TOKENS - skipped[:, None]) // stretch[:, None]  # [tokens, positions]
         for h in range(p.kv_heads):
             scores = queries[:, h] @ k[:, h].T.astype(np.float64) * p.scale  # [tokens, group, positions]
@@ -209,7 +210,7 @@ def _combine_oracle(call: OracleCall) -> None:
         position = state[st.POSITION + t].astype(np.int64)
         skipped = _window_start(position + 1, p.window) // st.BLOCK_TOKENS
         blocks = int(position // st.BLOCK_TOKENS + 1 - skipped)
-        used = -(-blocks // -(-blocks // p.splits))
+        used = -(-blocks // (-(-blocks // (p.splits * p.octets)) * p.octets))
         mine = partials[t, :, :used]
         highest = mine[..., -2]
         weights = np.exp(highest - highest.max(axis=1, keepdims=True))[..., None]
@@ -230,6 +231,7 @@ COMBINE = Kernel(
         "heads:u",
         "splits:u",
         "window:u",
+        "octets:u",
     ),
     spec=(("local_size", COMBINE_LOCAL_SIZE),),
     oracle=_combine_oracle,
@@ -305,7 +307,7 @@ def attention(
                 "splits": g.splits, "row_groups": row_groups, "window": reach,
                 "scale": float(head_dim**-0.5 if scale is None else scale), "softcap": softcap,
             },
-            (items, kv_heads, row_groups * ceil_div(g.splits, g.kv_octets)),
+            (items, kv_heads, row_groups * g.splits),
             "attention",
         )
     ]  # fmt: skip
@@ -317,6 +319,7 @@ def attention(
                 {
                     "partials_offset": partials.offset, "target_offset": out.offset, "out_stride": out_stride,
                     "head_dim": head_dim, "heads": heads, "splits": g.splits, "window": reach,
+                    "octets": g.kv_octets,
                 },
                 (ceil_div(heads * head_dim, COMBINE_LOCAL_SIZE), tokens),
                 "attention combine",
