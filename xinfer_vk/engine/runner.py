@@ -79,7 +79,8 @@ class ModelRunner:
         self.activation_dtype = activation_dtype
         self._progress = progress
         self.runtime, self.config, self.weights, self.cache = runtime, config, weights, cache
-        chunk = min(bucket(max_tokens), bucket(cache.capacity))
+        held = min(cache.capacity * cache.max_sequences, cache.allocator.count * state_layout.BLOCK_TOKENS)
+        chunk = min(bucket(max_tokens), bucket(held))  # of all sequences together
         self.max_tokens = min(max(chunk, bucket(cache.max_sequences)), state_layout.MAX_TOKENS)
         self.max_outputs = min(bucket(max_outputs), max(self.max_tokens, bucket(cache.max_sequences)))
         self.prefill_tokens = self.max_tokens  # of a step; fewer where the device is slow
