@@ -68,7 +68,7 @@ def step_cost(step: Step, batch: Batch) -> Cost:
         fmt = next(name for name in names if name in FORMATS)
         rows_in = float(batch.outputs if p.count_at == COUNTS["outputs"] else batch.tokens)
         matrices = 1.0
-        if experts := dict(kernel.spec)["experts"]:
+        if experts := dict(kernel.spec).get("experts"):
             unused = (1 - p.per_token / experts) ** batch.tokens  # the share that no token chooses
             matrices, rows_in = p.experts * (1 - unused), float(batch.tokens)
             rows_in *= p.per_token * p.experts / experts
