@@ -210,11 +210,11 @@ GPU = replace(
 
 def test_costs_do_not_depend_on_the_kernels_that_a_device_takes(tiny):
     costs = []
-    for profile in (NUMPY_PROFILE, GPU):
+    for profile, activations in ((NUMPY_PROFILE, "f32"), (GPU, "f32"), (GPU, "int8")):
         subject = load_subject(NumpyRuntime(profile), "tiny:q8_0", synthetic=True, tune="off")
-        bench = Bench(subject, [Workload("pp", 99)], "f16")
+        bench = Bench(subject, [Workload("pp", 99)], "f16", activations=activations)
         costs.append([bench.measure(t, 1, 0).cost for t in (Workload("pp", 99), Workload("tg", 2, 5))])
-    assert costs[0] == costs[1]
+    assert costs[0] == costs[1] == costs[2]
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -227,6 +227,15 @@ def bench(capsys, *arguments):
     """Run the command in this process: its exit code, standard output and standard error."""
     code = run(["bench", *arguments])
     return code, *capsys.readouterr()
+
+
+def test_activations_in_8_bits_are_a_model_of_their_own(capsys, tiny):
+    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--activations", "int8", "-o", "jsonl")
+    assert code == 0
+    row = json.loads(out.splitlines()[0])
+    assert row["activations"] == "int8" and row["model"] == "tiny:q8_0, int8 activations"
+    code, _, err = bench(capsys, "-s", "tiny:f16", *SHORT, "--activations", "int8")
+    assert code == 2 and "this model's are in f16" in err
 
 
 def test_rows_carry_what_makes_them_comparable(capsys, tiny):

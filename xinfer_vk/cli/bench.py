@@ -11,7 +11,7 @@ import click
 from xinfer_vk.cli.bench_compare import command as compare
 from xinfer_vk.cli.bench_plot import check_plot_folder, save_plots
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
-from xinfer_vk.cli.options import QUANTIZE_TYPES, TUNE_OPTION
+from xinfer_vk.cli.options import ACTIVATIONS_OPTION, QUANTIZE_TYPES, TUNE_OPTION
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import UsageError, XinferError
 
@@ -69,6 +69,7 @@ COUNTS = Counts()
 @click.option(
     "--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate, of the models that are files."
 )
+@ACTIVATIONS_OPTION
 @TUNE_OPTION
 @click.option("--profile", is_flag=True, help="Also the time of each kernel in a step of each row.")
 @click.option("--plot", type=click.Path(file_okay=False), metavar="DIR", help="Also draw plots there.")
@@ -88,6 +89,7 @@ def command(
     warm_up: int,
     kv_dtype: tuple[str, ...],
     quantize: str | None,
+    activations: str,
     tune: Tune,
     profile: bool,
     plot: str | None,
@@ -145,7 +147,7 @@ def command(
                             progress=progress,
                         )
                         try:
-                            bench = Bench(subject, tests, kv, progress)
+                            bench = Bench(subject, tests, kv, progress, activations)
                             _measure(bench, tests, repeats, warm_up, profile, peak, report, progress)
                         finally:
                             subject.free()
@@ -182,7 +184,7 @@ def _measure(
         for i, test in enumerate(tests):
             progress(doing, i, len(tests))
             measured = bench.measure(test, repeats, warm_up)
-            record = as_record(bench.subject, bench.kv_dtype, measured, peak, repeats, warm_up)
+            record = as_record(bench, measured, peak, repeats, warm_up)
             if profile:
                 record["profile"] = profile_record(bench.profile(test, repeats), peak)
             report.add(record)

@@ -21,7 +21,7 @@ from xinfer_vk.engine.metrics import format_bytes, format_rate, peak_host_bytes
 
 if TYPE_CHECKING:
     from xinfer_vk.cli.progress import ProgressBar
-    from xinfer_vk.engine.bench import Measurement, Peak, Profile, Subject
+    from xinfer_vk.engine.bench import Bench, Measurement, Peak, Profile
     from xinfer_vk.plan import Runtime
 
 FORMATS = ("md", "json", "jsonl", "csv")
@@ -85,21 +85,21 @@ def environment(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-def as_record(
-    subject: Subject, kv_dtype: str, m: Measurement, peak: Peak, repeats: int, warm_up: int
-) -> dict[str, Any]:
+def as_record(bench: Bench, m: Measurement, peak: Peak, repeats: int, warm_up: int) -> dict[str, Any]:
     """One row. Times in seconds, rates of a second; a repetition's cost over the median's time."""
+    subject, int8 = bench.subject, bench.activations == "int8"
     counters: dict[str, int] = getattr(subject.runtime, "counters", dict)()
     steps = m.steps if m.test.kind == "tg" else 1
     decode = m.test.kind == "tg"
     bytes_per_s, flops_per_s = m.cost.bytes / m.median_s, m.cost.flops / m.median_s
     return {
         **environment(subject.runtime),
-        "model": subject.name,
+        "model": f"{subject.name}, int8 activations" if int8 else subject.name,
         "synthetic": subject.synthetic,
         "format": subject.fmt,
         "architecture": subject.config.architecture,
-        "kv_dtype": kv_dtype,
+        "kv_dtype": bench.kv_dtype,
+        "activations": bench.activations,
         "test": str(m.test),
         "kind": m.test.kind,
         "prompt_tokens": 0 if decode else m.test.tokens,

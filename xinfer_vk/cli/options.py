@@ -35,6 +35,14 @@ TUNE_OPTION = click.option(
     help="How thoroughly a GPU's fastest kernels for a model are looked for, once.",
 )
 
+ACTIVATIONS_OPTION = click.option(
+    "--activations",
+    type=click.Choice(["f32", "int8"]),
+    default="f32",
+    show_default=True,
+    help="int8 rounds the inputs of products to 8 bits: not exact.",
+)
+
 MODEL_OPTIONS = [
     click.option(
         "--model",
@@ -56,13 +64,7 @@ MODEL_OPTIONS = [
         type=click.Choice(QUANTIZE_TYPES),
         help="Turn a model in f16, bf16 or f32 into this format while it loads.",
     ),
-    click.option(
-        "--activations",
-        type=click.Choice(["f32", "int8"]),
-        default="f32",
-        show_default=True,
-        help="int8 rounds the inputs of products to 8 bits: not exact.",
-    ),
+    ACTIVATIONS_OPTION,
     TUNE_OPTION,
 ]
 

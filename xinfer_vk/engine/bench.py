@@ -17,7 +17,7 @@ import numpy as np
 from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.costs import Batch, Cost, plan_cost, step_cost
 from xinfer_vk.engine.llm import PREFILL_CHUNK, main_format
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
 from xinfer_vk.errors import UsageError
@@ -243,9 +243,16 @@ class Bench:
     """Runs tests of one subject, in a KV cache made for the largest of them."""
 
     def __init__(
-        self, subject: Subject, tests: Sequence[Workload], kv_dtype: str, progress: Progress | None = None
+        self,
+        subject: Subject,
+        tests: Sequence[Workload],
+        kv_dtype: str,
+        progress: Progress | None = None,
+        activations: str = "f32",
     ) -> None:
-        self.subject, self.kv_dtype = subject, kv_dtype
+        self.subject, self.kv_dtype, self.activations = subject, kv_dtype, activations
+        if activations == "int8":
+            check_int8(subject.weights, subject.config.experts is not None)
         self._ahead: int | None = None  # decode steps in a submit, once that is decided
         self._cost: Cost | None = None  # of the repetition under way, where it is wanted
         tell = progress or (lambda stage, done, total: None)
@@ -255,7 +262,7 @@ class Bench:
         self.runner: ModelRunner = make_runner(
             subject.runtime, subject.config, subject.weights, kv_dtype, capacity=longest, sequences=batch,
             total=total, max_tokens=PREFILL_CHUNK,
-            progress=lambda done, all_: tell("compiling kernels", done, all_),
+            progress=lambda done, all_: tell("compiling kernels", done, all_), activation_dtype=activations,
         )  # fmt: skip
 
     def free(self) -> None:

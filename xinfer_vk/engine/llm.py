@@ -15,15 +15,14 @@ import numpy as np
 
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
 from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
 from xinfer_vk.engine.stream import GenerationStream
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
 from xinfer_vk.errors import OutOfMemoryError, UsageError
-from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.models.decoder import DecoderWeights, matrices
+from xinfer_vk.models.decoder import matrices
 from xinfer_vk.models.registry import family
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
@@ -559,20 +558,6 @@ class LLM:
         metrics.bytes_read_per_token = scheduler.bytes_read / max(1, scheduler.tokens_chosen)
         metrics.kv_bytes = scheduler.runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
-
-
-def check_int8(weights: DecoderWeights, experts: bool) -> tuple[str, ...]:
-    """What the user should know of products in integers with these weights, a line each. ``experts``: some
-    are experts. Raises :class:`UsageError` if there are none, naming the formats."""
-    formats = {m.fmt for layer in (*weights.layers, weights.head) for m in matrices(layer)}
-    exact = sorted(formats - set(A8_FORMATS))
-    if len(exact) == len(formats):
-        raise UsageError(
-            f"activations in int8 need weights in {', '.join(A8_FORMATS)}; this model's are in "
-            f"{', '.join(exact)}: leave --activations out, or --quantize a model in 16 or 32 bits to q8_0"
-        )
-    notes = [f"activations stay exact where weights are in {', '.join(exact)}"] if exact else []
-    return (*notes, "activations of experts stay exact") if experts else tuple(notes)
 
 
 def main_format(source: ModelSource) -> str:
