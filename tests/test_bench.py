@@ -16,6 +16,7 @@ from xinfer_vk.cli.bench_plot import lines
 from xinfer_vk.cli.bench_report import as_csv, as_markdown
 from xinfer_vk.engine.bench import Bench, Workload, load_subject, measure_peak
 from xinfer_vk.engine.costs import Batch, plan_cost
+from xinfer_vk.errors import DeviceError
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.layout import FORMATS, matrix_words
 from xinfer_vk.kernels.peak import COPY_LOCAL_SIZE, peak_copy, peak_fma
@@ -247,7 +248,7 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
         "version", "commit", "model", "format", "kv_dtype", "device", "driver", "subgroup_size", "layer",
         "features", "warm_up", "tune", "synchronised", "prompt_tokens", "new_tokens", "batch", "depth",
         "tok_per_s", "run_s", "bandwidth_share", "flops_share", "dispatches_per_step", "barriers_per_step",
-        "bytes_read_per_token", "weight_bytes", "kv_bytes", "peak_device_bytes", "peak_host_bytes",
+        "bytes_read_per_token", "weight_bytes", "kv_bytes", "device_bytes", "peak_host_bytes",
     ):  # fmt: skip
         assert all(name in r for r in rows), name
     assert rows[0]["ttft_s"] > 0 and rows[1]["tpot_s"] > 0
@@ -278,6 +279,16 @@ def test_mistakes_are_told_in_a_line(capsys, arguments, words):
     code, out, err = bench(capsys, *device, *arguments)
     assert code == 2 and not out
     assert err.count("\n") == 1 and err.startswith("error: ") and all(word in err for word in words), err
+
+
+def test_a_device_without_a_clock_gives_rows_without_profiles(capsys, tiny, monkeypatch):
+    def refuse(*args):
+        raise DeviceError("it has no timestamps")
+
+    monkeypatch.setattr("xinfer_vk.engine.bench.Bench.profile", refuse)
+    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
+    assert code == 0 and len(json.loads(out)) == 2
+    assert "no profile of tg1: it has no timestamps" in err
 
 
 def test_a_list_that_is_none_is_refused():

@@ -13,7 +13,7 @@ from xinfer_vk.cli.bench_plot import check_plot_folder, save_plots
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, QUANTIZE_TYPES, TUNE_OPTION
 from xinfer_vk.cli.progress import ProgressBar
-from xinfer_vk.errors import UsageError, XinferError
+from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.bench import Bench, Peak, Workload
@@ -186,7 +186,12 @@ def _measure(
             measured = bench.measure(test, repeats, warm_up)
             record = as_record(bench, measured, peak, repeats, warm_up)
             if profile:
-                record["profile"] = profile_record(bench.profile(test, repeats), peak)
+                try:
+                    record["profile"] = profile_record(bench.profile(test, repeats), peak)
+                except DeviceLostError:
+                    raise
+                except DeviceError as error:  # no layer, or no clock: the row is worth having anyway
+                    progress.tell(f"no profile of {test}: {error}")
             report.add(record)
         progress(doing, len(tests), len(tests))
     finally:

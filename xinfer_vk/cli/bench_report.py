@@ -88,7 +88,6 @@ def environment(runtime: Runtime) -> dict[str, Any]:
 def as_record(bench: Bench, m: Measurement, peak: Peak, repeats: int, warm_up: int) -> dict[str, Any]:
     """One row. Times in seconds, rates of a second; a repetition's cost over the median's time."""
     subject, int8 = bench.subject, bench.activations == "int8"
-    counters: dict[str, int] = getattr(subject.runtime, "counters", dict)()
     steps = m.steps if m.test.kind == "tg" else 1
     decode = m.test.kind == "tg"
     bytes_per_s, flops_per_s = m.cost.bytes / m.median_s, m.cost.flops / m.median_s
@@ -128,12 +127,14 @@ def as_record(bench: Bench, m: Measurement, peak: Peak, repeats: int, warm_up: i
         "dispatches_per_step": m.dispatches / m.steps,
         "barriers_per_step": m.barriers / m.steps,
         "submits_per_step": m.submits / m.steps,
+        "dispatches_per_token": m.dispatches / m.tokens,
+        "barriers_per_token": m.barriers / m.tokens,
         "host_s_per_step": m.host_step_s,
         "bytes_read_per_token": m.bytes_read / m.tokens,
         "read_per_step_bytes": m.cost.bytes / steps,
         "weight_bytes": subject.weight_bytes,
         "kv_bytes": m.kv_bytes,
-        "peak_device_bytes": counters.get("peak_bytes", subject.runtime.allocated_bytes),
+        "device_bytes": subject.runtime.allocated_bytes,
         "peak_host_bytes": peak_host_bytes(),
         "load_s": subject.load_s,
         "tune_s": subject.tune_s,
@@ -278,11 +279,11 @@ def headline(r: Mapping[str, Any]) -> str:
 
 
 def memory_line(r: Mapping[str, Any]) -> str:
-    sizes = ("weight_bytes", "kv_bytes", "peak_device_bytes", "peak_host_bytes")
+    sizes = ("weight_bytes", "kv_bytes", "device_bytes", "peak_host_bytes")
     weights, kv, device, host = (format_bytes(r[name]) for name in sizes)
     return (
         f"{r['model']}: {weights} of weights, {kv} of KV cache, loaded in {r['load_s']:.2f} s, tuned "
-        f"in {r['tune_s']:.2f} s; peak so far {device} on the device, {host} of the process"
+        f"in {r['tune_s']:.2f} s; {device} on the device, {host} at most of the process"
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.costs import Batch, Cost, plan_cost, step_cost
 from xinfer_vk.engine.llm import PREFILL_CHUNK, main_format
+from xinfer_vk.engine.metrics import reset_peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
@@ -126,6 +127,7 @@ def measure_peak(runtime: Runtime) -> Peak:
     finally:
         runtime.free(source)
         runtime.free(target)
+    reset_peak_host_bytes()  # models are to show their own
     flops = groups * FMA_LOCAL_SIZE * FMA_ROUNDS * FLOPS_PER_ROUND
     return Peak(copies * 2 * words * WORD_BYTES, loops * flops)
 

@@ -97,6 +97,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def reset_peak_host_bytes() -> None:
+    """Begin anew, where the system can (Linux, proc(5): clear_refs)."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        pass
+
+
 def peak_host_bytes() -> int:
     """The most memory this process has had resident so far; 0 where the system does not tell.
 
