@@ -6,8 +6,9 @@
 ``errors``: mean squared error of our quantizers against the plain absmax rule, the ``gguf`` package's
 ``quantize``, and llama.cpp's if its library is given. ``models``: SmolLM2-135M as it ships (Q4_1) and
 requantized from that by our own ``quantize``, and a tiny model with random weights whose rows are whole
-blocks of 256: bits per weight, file size, device memory, perplexity, prefill and decode rates. Rates are
-measured in turn, round by round, so that a busy machine slows all alike.
+blocks of 256: bits per weight, file size, device memory, perplexity and prefill and decode rates, for every
+format of the KV cache and with activations in 8 bits. Rates are measured in turn, round by round, so that a
+busy machine slows all alike.
 """
 
 from __future__ import annotations
@@ -136,11 +137,10 @@ def errors(ggml: str | None, rows: int) -> None:
 
 @dataclass
 class Variant:
-    """A model in one form. ``quantize``: while it loads."""
+    """A model in one form."""
 
     label: str
     path: Path
-    quantize: str | None = None
 
 
 def variants(folder: Path) -> Iterator[Variant]:
@@ -195,81 +195,95 @@ def sizes(variant: Variant) -> tuple[str, float, int]:
         return shares, bits, source.file_bytes
 
 
+# (KV cache, activations) of the columns.
+WAYS = (("f32", "f32"), ("f16", "f32"), ("q8_0", "f32"), ("q4_0", "f32"), ("f16", "int8"))
+
+
+def heading(kv_dtype: str, activations: str) -> str:
+    return f"KV {kv_dtype}" + (f", {activations}" if activations != "f32" else "")
+
+
 @main.command()
 @click.option("--device", help="As for xinfer-vk generate.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1))
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
 @click.option("--only", help="Only variants whose label has this in it.")
 @click.option("--numpy/--no-numpy", "with_numpy", default=True, help="Perplexity by the NumPy runtime too.")
 def models(device: str | None, rounds: int, only: str | None, with_numpy: bool) -> None:
     """Sizes, perplexities and rates of models."""
-    from xinfer_vk.cache import KV_BYTES
     from xinfer_vk.engine.metrics import format_bytes
     from xinfer_vk.vulkan.runtime import open_runtime
 
-    kv_dtypes = [kv for kv in ("f16", "q8_0") if kv in KV_BYTES]
     with tempfile.TemporaryDirectory() as folder:
         chosen = [v for v in variants(Path(folder)) if only is None or only in v.label]
         runtime = open_runtime(device)
-        described = f"{runtime.profile.name} ({runtime.driver})"
+        print(
+            f"{runtime.profile.name} ({runtime.driver}); perplexity of {ALICE.name}, windows of 512 by 256\n"
+        )
         runtime.close()
-        print(f"{described}; perplexity of {ALICE.name}, windows of 512 by 256, ± of all rows alike\n")
-        columns = ["NumPy, KV f32", "KV f32", *(f"KV {kv}" for kv in kv_dtypes)]
+        ways = [("numpy", "f32", "f32")] * with_numpy + [(device, *way) for way in WAYS]
+        columns = [*["NumPy, KV f32"] * with_numpy, *(heading(*way) for way in WAYS)]
         print(f"| weights | formats | bits | file | on the device | {' | '.join(columns)} |")
         print("|---" * (5 + len(columns)) + "|")
         for variant in chosen:
             formats, bits, size = sizes(variant)
-            figures = []
-            memory = 0
-            if with_numpy:
-                figures.append(perplexity(variant, "numpy", "f32")[0])
-            for kv in ("f32", *kv_dtypes):
-                value, memory = perplexity(variant, device, kv)
-                figures.append(value)
-            cells = [f"{value:.3f}" for value in figures]
-            if not with_numpy:
-                cells.insert(0, "–")
+            figures = [perplexity(variant, *way) for way in ways]
+            memory = next(memory for _, memory in figures if memory)
+            cells = [f"{value:.3f}" if value else "–" for value, _ in figures]
             row = [variant.label, formats, f"{bits:.2f}", format_bytes(size), format_bytes(memory), *cells]
             print(f"| {' | '.join(row)} |", flush=True)
         print()
-        speeds(chosen, device, kv_dtypes, rounds)
+        speeds(chosen, device, rounds)
 
 
-def perplexity(variant: Variant, device: str | None, kv_dtype: str) -> tuple[float, int]:
-    """(perplexity of the text, bytes of the weights on the device)."""
+def perplexity(variant: Variant, device: str | None, kv_dtype: str, activations: str) -> tuple[float, int]:
+    """(perplexity of the text, bytes of the weights on the device); zeros for a model whose weights have no
+    kernels for ``activations``."""
     from xinfer_vk import LLM
+    from xinfer_vk.errors import UsageError
 
-    with LLM(variant.path, device=device, kv_dtype=kv_dtype, quantize=variant.quantize) as llm:
-        return llm.perplexity(ALICE.read_text(encoding="utf-8"), context=512).perplexity, llm.weight_bytes
+    try:
+        with LLM(variant.path, device=device, kv_dtype=kv_dtype, activations=activations) as llm:
+            text = ALICE.read_text(encoding="utf-8")
+            return llm.perplexity(text, context=512).perplexity, llm.weight_bytes
+    except UsageError:
+        if activations == "f32":
+            raise
+        return 0.0, 0
 
 
-def speeds(chosen: Sequence[Variant], device: str | None, kv_dtypes: Sequence[str], rounds: int) -> None:
+def speeds(chosen: Sequence[Variant], device: str | None, rounds: int) -> None:
     """Prefill and decode rates: medians over rounds in which every variant has its turn."""
     from xinfer_vk.engine.bench import Bench, Workload, load_subject
     from xinfer_vk.vulkan.runtime import open_runtime
 
-    tests = [Workload("pp", 256), Workload("tg", 32, depth=256)]
+    ways = [way for way in WAYS if way[0] in ("f16", "q8_0")]
+    tests = [Workload("pp", 128), Workload("tg", 16, depth=128)]
+    rates: dict[tuple[int, tuple[str, str], str], list[float]] = {}
     runtime = open_runtime(device)
     try:
         subjects = [load_subject(runtime, str(v.path), synthetic=False) for v in chosen]
-        benches = {(i, kv): Bench(s, tests, kv) for i, s in enumerate(subjects) for kv in kv_dtypes}
-        rates: dict[tuple[int, str, str], list[float]] = {}
+        benches = {
+            (i, way): Bench(subject, tests, way[0], activations=way[1])
+            for i, subject in enumerate(subjects)
+            for way in ways
+        }
         for turn in range(rounds + 1):
-            for (i, kv), bench in benches.items():
+            for (i, way), bench in benches.items():
                 for test in tests:
                     rate = bench.measure(test, 1, warm_up=0).rates[0]
                     if turn:  # the first warms up
-                        rates.setdefault((i, kv, test.kind), []).append(rate)
+                        rates.setdefault((i, way, test.kind), []).append(rate)
     finally:
         runtime.close()
-    heads = [f"{kind} at KV {kv}" for kv in kv_dtypes for kind in ("PP", "TG")]
+    heads = [f"{kind}, {heading(*way)}" for way in ways for kind in ("PP", "TG")]
     print(f"| weights | {' | '.join(heads)} |")
     print("|---" * (1 + len(heads)) + "|")
     for i, variant in enumerate(chosen):
         cells = []
-        for kv in kv_dtypes:
+        for way in ways:
             for kind in ("pp", "tg"):
-                own = rates[i, kv, kind]
-                ratio = statistics.median(a / b for a, b in zip(own, rates[0, kv_dtypes[0], kind]))
+                own = rates[i, way, kind]
+                ratio = statistics.median(a / b for a, b in zip(own, rates[0, ways[0], kind]))
                 cells.append(f"{statistics.median(own):.1f} ({ratio:.2f} ×)")
         print(f"| {variant.label} | {' | '.join(cells)} |")
 
