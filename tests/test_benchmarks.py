@@ -63,3 +63,11 @@ def test_a_peer_that_cannot_start_is_told_in_a_line(device: DeviceUnderTest, tin
     arguments = ("-p", "8", "-n", "0", "-r", "1", "--llama-python", sys.executable)
     done = run("peers.py", "-m", str(tiny_model), "--device", str(device.index), *arguments)
     assert done.returncode == 1 and "No module named 'llama_cpp'" in done.stderr.splitlines()[-1]
+
+
+def test_errors_of_number_formats_are_below_those_of_the_plain_rule():
+    done = run("quantization.py", "errors", "--rows", "16")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+    assert {row[0].strip() for row in rows} == {"q8_0", "q6_k", "q5_0", "q4_k", "q4_1", "q4_0"}
+    assert all(row[4].strip() == "exact" or float(row[4]) < 1 for row in rows)
