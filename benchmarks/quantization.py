@@ -13,6 +13,7 @@ busy machine slows all alike.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import statistics
 import sys
@@ -254,6 +255,7 @@ def perplexity(variant: Variant, device: str | None, kv_dtype: str, activations:
 def speeds(chosen: Sequence[Variant], device: str | None, rounds: int) -> None:
     """Prefill and decode rates: medians over rounds in which every variant has its turn."""
     from xinfer_vk.engine.bench import Bench, Workload, load_subject
+    from xinfer_vk.errors import UsageError
     from xinfer_vk.vulkan.runtime import open_runtime
 
     ways = [way for way in WAYS if way[0] in ("f16", "q8_0")]
@@ -262,11 +264,11 @@ def speeds(chosen: Sequence[Variant], device: str | None, rounds: int) -> None:
     runtime = open_runtime(device)
     try:
         subjects = [load_subject(runtime, str(v.path), synthetic=False) for v in chosen]
-        benches = {
-            (i, way): Bench(subject, tests, way[0], activations=way[1])
-            for i, subject in enumerate(subjects)
-            for way in ways
-        }
+        benches = {}
+        for i, subject in enumerate(subjects):
+            for way in ways:
+                with contextlib.suppress(UsageError):  # no kernels for these weights and activations
+                    benches[i, way] = Bench(subject, tests, way[0], activations=way[1])
         for turn in range(rounds + 1):
             for (i, way), bench in benches.items():
                 for test in tests:
@@ -282,7 +284,10 @@ def speeds(chosen: Sequence[Variant], device: str | None, rounds: int) -> None:
         cells = []
         for way in ways:
             for kind in ("pp", "tg"):
-                own = rates[i, way, kind]
+                own = rates.get((i, way, kind))
+                if own is None:
+                    cells.append("–")
+                    continue
                 ratio = statistics.median(a / b for a, b in zip(own, rates[0, ways[0], kind]))
                 cells.append(f"{statistics.median(own):.1f} ({ratio:.2f} ×)")
         print(f"| {variant.label} | {' | '.join(cells)} |")
