@@ -156,7 +156,7 @@ void main() {
     const uint chunk = run % CHUNKS;
     const uint group = min(uniformly(gl_WorkGroupID.x, DIGITS) * row_groups + run / CHUNKS,
         (p.rows - 1u) / LANES); // groups beyond the last one work on it and store nothing
-    const uint t0 = uniformly(gl_WorkGroupID.y, 2u) * TOKENS;
+    const uint t0 = TOKENS < 8u ? 0u : uniformly(gl_WorkGroupID.y, 2u) * TOKENS; // fewer are one tile
     const uint used = state[p.count_at];
 
     const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols);
@@ -313,6 +313,8 @@ void main() {
     if (CHUNKS > 1u)
         barrier();
 
+    const float next = subgroupShuffle(acc[0], lane ^ 1u);
+
     // From here on nothing uniform is needed, nor used: a variable of a loop may take its name, and make it
     // one that is not.
     const uint first = gl_SubgroupID / CHUNKS * CHUNKS;
@@ -320,6 +322,11 @@ void main() {
     const bool paired = p.epilogue == SWIGLU || p.epilogue == GEGLU;
     if (row >= p.rows || (paired && (row & 1u) != 0u))
         return;
+    if (TOKENS * CHUNKS == 1u) {
+        if (used > 0u)
+            finish(row, 0u, acc[0], next);
+        return;
+    }
     [[dont_unroll]] for (uint i = gl_SubgroupID % CHUNKS; i < TOKENS; i += CHUNKS) {
         const uint t = gl_WorkGroupID.y * TOKENS + i;
         if (t >= used)
