@@ -43,7 +43,7 @@ class Part:
     problem: str = ""
 
 
-def parts(device: str, tokens: int, repeats: int) -> list[Part]:
+def parts(device: str, tokens: int, repeats: int, tune: str) -> list[Part]:
     """In the order of what one wants to know first."""
     here = [str(Path(__file__).resolve()), "--device", device]
     bench = [
@@ -66,7 +66,7 @@ def parts(device: str, tokens: int, repeats: int) -> list[Part]:
     measure = ["-p", "512", "-n", str(tokens)]
     for shape in SHAPES:
         for fmt in FORMATS:
-            found.append(Part(f"{shape}:{fmt}", [*bench, *measure, "-s", f"{shape}:{fmt}"], 40))
+            found.append(Part(f"{shape}:{fmt}", [*bench, *measure, "-s", f"{shape}:{fmt}"], 60))
         if shape == SHAPES[1]:  # the ends of the scale first, then what depth and batches do
             more = ["-s", f"{SHAPES[0]}:q8_0,{SHAPES[1]}:q8_0", "-p", "0", "-n", str(tokens)]
             found.append(Part("depth 4096", [*bench, *more, "-d", "4096"], 40))
@@ -330,6 +330,7 @@ def table(done: list[Part]) -> str:
 @click.option("--only", help="Only parts whose name contains this.")
 @click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(min=1))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--tune", default="quick", show_default=True, help="As for xinfer-vk bench.")
 @click.option("--part", type=click.Choice(list(OWN_PARTS)), hidden=True)
 def main(
     device: str,
@@ -338,6 +339,7 @@ def main(
     only: str | None,
     new_tokens: int,
     repeats: int,
+    tune: str,
     part: str | None,
 ) -> None:
     """Check a device and measure it."""
@@ -346,7 +348,7 @@ def main(
             print(json.dumps(record), flush=True)
         return
     ends = time.monotonic() + seconds
-    todo = [p for p in parts(device or "", new_tokens, repeats) if only is None or only in p.name]
+    todo = [p for p in parts(device, new_tokens, repeats, tune) if only is None or only in p.name]
     for each in todo:
         left = ends - time.monotonic()
         if left < 3:
