@@ -186,7 +186,10 @@ def test_json_of_what_there_is_comes_before_the_error(
 # -- signals --------------------------------------------------------------------------------------
 
 
-def test_sigterm_keeps_what_there_is(long_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_end_the_program_keep_what_there_is(
+    long_model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "out.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "xinfer_vk", "generate", "--model", str(long_model), "--device", "numpy", "-v",
@@ -197,9 +200,9 @@ def test_sigterm_keeps_what_there_is(long_model: Path, tmp_path: Path) -> None:
     while not process.stderr.readline().startswith("loaded"):
         pass
     time.sleep(1)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
+    assert process.returncode == 128 + number, err
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["finish_reason"] for r in records] == ["interrupted"] * 2
     assert all(r["token_ids"] for r in records)

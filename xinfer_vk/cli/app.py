@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ import click
 
 from xinfer_vk import __version__
 from xinfer_vk.cli.debug import debug_option, wants_traceback
-from xinfer_vk.cli.interrupt import exit_code, terminate
+from xinfer_vk.cli.interrupt import exit_code, unwind_when_ended
 from xinfer_vk.cli.output import ReaderGone, guard_streams
 from xinfer_vk.errors import XinferError
 
@@ -61,8 +60,7 @@ def cli() -> None:
 def run(args: Sequence[str]) -> int:
     """Run a command line; errors become one line on standard error. Returns the exit code."""
     guard_streams()
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # and not ignored by who started us
-        signal.signal(signal.SIGTERM, terminate)
+    unwind_when_ended()
     try:
         code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM, while the model runs."""
+"""Ctrl-C, SIGTERM, and SIGHUP (the terminal was closed), while the model runs."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
-INTERRUPTED = 128 + signal.SIGINT  # exit codes, as shells have them
-TERMINATED = 128 + signal.SIGTERM
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-_terminated = False
+_ended_by: int | None = None  # the first of ENDING that has come
 
 
 @contextlib.contextmanager
 def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C calls ``cancel``, which ends the work after the step under way; a second one ends it at once.
-    SIGTERM does the same."""
+    SIGTERM and SIGHUP do the same. What is ignored (nohup) stays so."""
 
     def interrupt(signum: int, frame: object) -> None:
         _note(signum)
         cancel()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, terminate)
+        for number in before:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else terminate)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [n for n in (signal.SIGINT, *ENDING) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
@@ -31,22 +31,30 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def unwind_when_ended() -> None:
+    """Let SIGTERM and SIGHUP unwind the program, but for those that are ignored or handled."""
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, terminate)
+
+
 def terminate(signum: int, frame: object) -> None:
-    """A handler of SIGTERM that unwinds, as Ctrl-C does, so that everything is cleaned up."""
+    """A handler that unwinds, as Ctrl-C does, so that everything is cleaned up."""
     _note(signum)
     raise KeyboardInterrupt
 
 
 def terminated() -> bool:
-    """Whether SIGTERM has come: then the program ends, even where Ctrl-C would only stop an answer."""
-    return _terminated
+    """Whether SIGTERM or SIGHUP has come: then the program ends, even where Ctrl-C would only stop an answer."""
+    return _ended_by is not None
 
 
 def exit_code() -> int:
-    """Of a program that was interrupted."""
-    return TERMINATED if _terminated else INTERRUPTED
+    """Of a program that was interrupted, as shells have it."""
+    return 128 + (signal.SIGINT if _ended_by is None else _ended_by)
 
 
 def _note(signum: int) -> None:
-    global _terminated
-    _terminated = _terminated or signum == signal.SIGTERM
+    global _ended_by
+    if _ended_by is None and signum in ENDING:
+        _ended_by = signum
