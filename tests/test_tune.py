@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,26 @@ def test_a_variant_that_fails_is_told_and_not_used(gpu, timed, tmp_path: Path) -
 
 
 def test_a_variant_that_ended_the_program_is_left_alone(gpu, timed, tmp_path: Path) -> None:
-    timed["raises"] = {"matvec 128": KeyboardInterrupt()}  # leaves the file as a crash would
-    with pytest.raises(KeyboardInterrupt):
+    timed["raises"] = {"matvec 128": SystemExit()}  # leaves the file as a crash would
+    with pytest.raises(SystemExit):
         tune(gpu, [put(gpu)], folder=tmp_path)
     timed["raises"] = {}
     notes = tune(gpu, [put(gpu)], folder=tmp_path)
     assert chosen(gpu, 1) == "default" and chosen(gpu, 8) == "matvec 128"
     assert any("ended the program" in note for note in notes)
+
+
+def test_ctrl_c_and_another_process_that_tunes_are_no_crash(gpu, timed, tmp_path: Path) -> None:
+    timed["raises"] = {"matvec 128": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        tune(gpu, [put(gpu)], folder=tmp_path)
+    timed["raises"] = {}
+    (file,) = tmp_path.iterdir()
+    record = json.loads(file.read_text())
+    assert record["running"] == []
+    record["running"] = [tuning.Shape("q4_0", ROWS, COLS, 1).key, "matvec 128", os.getppid()]
+    file.write_text(json.dumps(record))
+    assert tune(gpu, [put(gpu)], folder=tmp_path) == () and chosen(gpu, 1) == "matvec 128"
 
 
 def test_off_and_devices_without_a_choice_try_nothing(gpu, timed, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from memory and not from a cache), and its result is compared with the default's
 this device is not used, whatever its speed. What was found is kept in the cache folder by device, driver,
 version of this program and shaders. A file that is damaged is made again.
 
-While a candidate runs its name is in the file: if the driver takes the process along, the next start
-knows which variant to leave alone.
+While a candidate runs its name and the process are in the file: if the driver takes the process along, the
+next start knows which variant to leave alone.
 """
 
 from __future__ import annotations
@@ -104,7 +104,12 @@ def tune(
             for done, shape in enumerate(missing):
                 if progress:
                     progress(done, len(missing))
-                file.choices[shape.key] = tuner.fastest(shape, shapes[shape], file, problems)
+                try:
+                    file.choices[shape.key] = tuner.fastest(shape, shapes[shape], file, problems)
+                except KeyboardInterrupt:  # the user's doing, not the variant's
+                    file.end()
+                    file.save()
+                    raise
                 file.save()
             if progress:
                 progress(len(missing), len(missing))
@@ -212,7 +217,8 @@ class Tuner:
 
 class ChoiceFile:
     """Choices of one device, driver and version of the shaders, as JSON: ``choices`` by
-    :attr:`Shape.key`, and ``running``, what was being tried when the file was written last."""
+    :attr:`Shape.key`, and ``running``, what was being tried when the file was written last, and by which
+    process."""
 
     def __init__(self, folder: Path, runtime: Runtime) -> None:
         info: Any = getattr(runtime, "info", None)
@@ -221,7 +227,7 @@ class ChoiceFile:
         said = f"{device} {runtime.driver} {__version__} {kernels}"
         self.path = folder / f"{hashlib.sha256(said.encode()).hexdigest()[:32]}.json"
         self.choices: dict[str, str] = {}
-        self._running: list[str] = []
+        self._running: list[str | int] = []
         self._crashed: list[list[str]] = []
         self._load()
 
@@ -229,7 +235,7 @@ class ChoiceFile:
         return [shape.key, name] in self._crashed
 
     def begin(self, shape: Shape, name: str) -> None:
-        self._running = [shape.key, name]
+        self._running = [shape.key, name, os.getpid()]
         self.save()
 
     def end(self) -> None:
@@ -265,8 +271,8 @@ class ChoiceFile:
             _log.info("ignoring %s: %s", self.path, error)
             return
         self.choices, self._crashed = choices, crashed
-        if len(running) == 2 and running[1] != "default":
-            self._crashed.append(running)
+        if len(running) == 3 and running[1] != "default" and not _runs(running[2]):
+            self._crashed.append(running[:2])
 
 
 def shader_fingerprint() -> str:
@@ -276,3 +282,16 @@ def shader_fingerprint() -> str:
         return hashlib.sha256(manifest.read_bytes()).hexdigest()
     except OSError:
         return ""
+
+
+def _runs(pid: Any) -> bool:
+    """Whether another process has that number: one that is tuning too."""
+    if not isinstance(pid, int) or pid <= 0 or pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # it is someone else's
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
