@@ -49,6 +49,8 @@ def test_what_keeps_a_model_from_being_run_is_listed(tmp_path: Path) -> None:
     found = inspect_model(tmp_path / "mamba")
     assert found.config == {"architecture": "Mamba2ForCausalLM"}
     assert len(found.unsupported) == 1 and "architectures" in found.unsupported[0]
+    write_hf_model(tmp_path / "seven", tiny_config("llama", architectures=7))
+    assert "architectures is 7" in inspect_model(tmp_path / "seven").unsupported[0]
 
     config = tiny_config("llama")
     write_gguf_model(tmp_path / "m.gguf", config, extra=lambda writer: writer.add_clamp_kqv(0.5))

@@ -103,8 +103,9 @@ def _glimpse(path: Path) -> dict[str, Any]:
     with contextlib.suppress(ModelError):
         if path.is_dir():
             values = parse_json(read_small_file(path / "config.json", MAX_CONFIG_BYTES), "config.json")
-            names = values.get("architectures") or [values.get("model_type")]
-            return {"kind": KINDS["hf"], "config": {"architecture": names[0]}}
+            names = values.get("architectures")
+            named = names[0] if isinstance(names, list) and names else values.get("model_type")
+            return {"kind": KINDS["hf"], "config": {"architecture": named}}
         gguf = read_gguf(path)
         try:
             return {
