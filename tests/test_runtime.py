@@ -599,6 +599,20 @@ def test_closing_is_final_and_may_be_repeated(fresh):
             use()
 
 
+def test_nothing_runs_on_numpy_once_it_is_closed():
+    numpy = NumpyRuntime()
+    first = numpy.allocate("first", 8, BufferKind.SCRATCH)
+    numpy.close()
+    numpy.free(first)
+    for use in (
+        lambda: numpy.allocate("late", 8, BufferKind.SCRATCH),
+        lambda: numpy.read(first, 0, 1),
+        lambda: numpy.write(first, 0, np.zeros(1, np.uint32)),
+    ):
+        with pytest.raises(UsageError, match="the runtime is closed"):
+            use()
+
+
 def test_what_outlives_its_runtime_may_be_dropped_in_any_order(device):
     rt = KomputeRuntime(device.info)
     plan, _, _ = chain(rt)

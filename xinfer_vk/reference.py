@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from xinfer_vk.errors import UsageError
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, OracleCall, Plan, Step
 
 NUMPY_PROFILE = DeviceProfile(
@@ -33,6 +34,7 @@ class NumpyRuntime:
         self.notices: tuple[str, ...] = ()
         self._arrays: dict[Buffer, np.ndarray] = {}
         self._derived: dict[Buffer, dict[tuple[Any, ...], np.ndarray]] = {}
+        self._closed = False
 
     @property
     def driver(self) -> str:
@@ -46,19 +48,23 @@ class NumpyRuntime:
         """The host's memory is not counted."""
 
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
+        self._require_open()
         buffer = Buffer(name, words, kind)
         self._arrays[buffer] = np.zeros(words, np.uint32)
         self._derived[buffer] = {}
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        del self._arrays[buffer], self._derived[buffer]
+        if not self._closed:
+            del self._arrays[buffer], self._derived[buffer]
 
     def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
+        self._require_open()
         self._arrays[buffer][offset : offset + words.size] = words.reshape(-1).view(np.uint32)
         self._derived[buffer].clear()
 
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
+        self._require_open()
         return self._arrays[buffer][offset : offset + count].copy()
 
     def prepare(
@@ -69,6 +75,7 @@ class NumpyRuntime:
 
     def run_step(self, step: Step) -> None:
         """Run one dispatch: what a step-by-step comparison with a device is made of."""
+        self._require_open()
         kernel = step.kernel
         bound = dict(zip(kernel.bindings, step.buffers))
 
@@ -92,8 +99,13 @@ class NumpyRuntime:
             kernel.oracle(call)
 
     def close(self) -> None:
+        self._closed = True
         self._arrays.clear()
         self._derived.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("the runtime is closed: open a new one")
 
 
 class RecordedOracles:
