@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,20 @@ def test_the_largest_context_is_the_largest(tiny_model: Path) -> None:
         assert estimator.largest_context(enough, 1, "f16") == context
         assert estimator.largest_context(enough - 1, 1, "f16") == context - 32
     assert estimator.largest_context(1 << 40, 1, "f16") == 512  # all the model was made for
+
+
+def test_a_batch_beyond_what_the_device_binds_does_not_fit(tiny_model: Path) -> None:
+    """The cache is cut to one buffer a layer, and sequences wait: that is told, and is no fit."""
+    profile = replace(NUMPY_PROFILE, max_storage_range_bytes=1 << 20)
+    with open_model(tiny_model) as source:
+        estimator = Estimator(source, profile)
+    told = estimator.estimate(512, 64, "f16")
+    assert told.kv_tokens < 64 * 512
+    most = estimator.largest_context(1 << 40, 64, "f16")
+    assert estimator.estimate(most, 64, "f16").kv_tokens >= 64 * most > 0
+    assert estimator.estimate(most + 32, 64, "f16").kv_tokens < 64 * (most + 32)
+    result = xinfer("estimate", "--shape", "smollm2-135m", "-b", "100000", "-d", "numpy")
+    assert "binds a KV cache of" in result.stdout and "not 409600000" in result.stdout
 
 
 def test_counting_allocates_nothing(tiny_model: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.options import QUANTIZE_TYPES
+from xinfer_vk.cli.options import KV_DTYPES, QUANTIZE_TYPES
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, UsageError
@@ -32,7 +32,13 @@ DEFAULT_CONTEXT = 4096
 @click.option(
     "--batch", "-b", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once."
 )
-@click.option("--kv-dtype", default="f16", show_default=True, help="Number format of the KV cache.")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(KV_DTYPES),
+    default="f16",
+    show_default=True,
+    help="Number format of the KV cache.",
+)
 @click.option("--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate.")
 @click.option("--device", "-d", help="Only this one: an index or a part of its name. [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -138,6 +144,11 @@ def _print(
     ):
         if count:
             say(f"  {name:<12} {format_bytes(count):>9}{more}")
+    if f.kv_tokens < (wanted := asked["batch"] * asked["context"]):
+        say(
+            f"  {device} binds a KV cache of {f.kv_tokens} tokens at most, not {wanted}: "
+            "sequences of a batch wait for their turns"
+        )
     if c.kv_heads < c.heads:
         full = format_bytes(f.kv_full_heads_bytes)
         saved = format_bytes(f.kv_full_heads_bytes - f.kv_bytes)

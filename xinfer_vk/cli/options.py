@@ -27,6 +27,8 @@ SAMPLING = (
 # Those of weights/quantize/choice.py, which takes long to import.
 QUANTIZE_TYPES = ("q8_0", "q6_k", "q4_k", "q4_1", "q4_0")
 
+KV_DTYPES = ("f16", "f32", "q8_0", "q4_0")
+
 TUNE_OPTION = click.option(
     "--tune",
     type=click.Choice(["off", "quick", "full"]),
@@ -54,7 +56,7 @@ MODEL_OPTIONS = [
     click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]"),
     click.option(
         "--kv-dtype",
-        type=click.Choice(["f16", "f32", "q8_0", "q4_0"]),
+        type=click.Choice(KV_DTYPES),
         default="f16",
         show_default=True,
         help="Number format of the KV cache.",

@@ -130,9 +130,11 @@ class Estimator:
 
         def fits(blocks: int) -> bool:
             try:
-                runtime, _ = self._made(blocks * BLOCK_TOKENS, batch, kv_dtype)
+                runtime, runner = self._made(blocks * BLOCK_TOKENS, batch, kv_dtype)
             except OutOfMemoryError:
                 return False
+            if runner.cache.allocator.count < batch * blocks:
+                return False  # the cache was cut to what the device binds
             return self.weight_bytes + runtime.allocated_bytes + self._staging_bytes <= free_bytes
 
         low, high = 0, max(1, self.config.max_position // BLOCK_TOKENS)
@@ -159,7 +161,8 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Fit:
-    """A device of this machine: what it has free, and the longest context that fits (0: none)."""
+    """A device of this machine: what it has free, and the longest context that fits (0: none) for all
+    sequences at once."""
 
     device: DeviceInfo
     free_bytes: int
@@ -181,7 +184,8 @@ def fit(
         free = min(free, available)
     total = None
     with contextlib.suppress(OutOfMemoryError):
-        total = estimator.estimate(context, batch, kv_dtype).total_bytes
+        made = estimator.estimate(context, batch, kv_dtype)
+        total = made.total_bytes if made.kv_tokens >= context * batch else None
     return Fit(device, free, total, estimator.largest_context(free, batch, kv_dtype))
 
 
