@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ def write_gguf(
         offset += _padded(size)
     total = _padded(len(header)) + offset
     try:
+        _require_space(path.parent, total)
         with _beside(path) as temporary:
             with open(temporary, "wb") as file:
                 file.write(header)
@@ -102,6 +104,15 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
         raise UsageError(f"{path} is there already: --force overwrites it")
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: the folder {path.parent} is not there")
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    """Better told now than in an hour."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise UsageError(
+            f"{folder} has {free / 1e6:.0f} MB free and the file needs {needed / 1e6:.0f} MB: make room, or "
+            "write it elsewhere"
+        )
 
 
 @contextlib.contextmanager
