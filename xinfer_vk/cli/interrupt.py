@@ -45,7 +45,7 @@ def terminate(signum: int, frame: object) -> None:
 
 
 def terminated() -> bool:
-    """Whether SIGTERM or SIGHUP has come: then the program ends, even where Ctrl-C would only stop an answer."""
+    """Whether one of :data:`ENDING` has come: the program ends then, where Ctrl-C only stops an answer."""
     return _ended_by is not None
 
 
