@@ -158,3 +158,15 @@ def test_tokens_before_a_nan_are_kept(on_numpy: LLM, ahead: list[int], monkeypat
     monkeypatch.setattr(on_numpy.runtime, "read", always)
     with pytest.raises(NumericError, match="NaN"):
         on_numpy.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
+
+
+def test_steps_that_have_become_long_are_seen_soon(on_numpy: LLM) -> None:
+    """A context that grows long must not make everybody wait for eight of its steps for long."""
+    on_numpy.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True)
+    runner = on_numpy._runner
+    assert runner is not None
+    runner._step_s[(1, 1)] = 1e-3
+    assert runner.steps_ahead(1, 8) == 8
+    for _ in range(5):
+        runner._note_time(1, 1, 0.04, growth=runner_module.GROWTH_AHEAD)
+    assert runner.steps_ahead(1, 8) == 1

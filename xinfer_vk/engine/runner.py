@@ -38,6 +38,7 @@ LONG_STEP_S = 0.4  # a dispatch that takes longer is for too many tokens: driver
 FEWEST_PREFILL_TOKENS = 64  # fewer would read the weights too often
 MAX_AHEAD = 8  # decode steps in one plan
 AHEAD_S = 0.05  # and so long at most: nobody waits longer for a token, or for a stop
+GROWTH_AHEAD = 2.0  # of the time that a step is thought to take, from one run of several to the next
 MAX_OUTPUTS = 32  # rows of logits kept at once: 32 x 152k x 4 bytes = 19 MB for Qwen2.5
 
 
@@ -172,7 +173,7 @@ class ModelRunner:
         began = time.perf_counter()
         recorded.run()
         self.device_s += recorded.seconds
-        self._note_time(rows, rows, (time.perf_counter() - began) / steps)
+        self._note_time(rows, rows, (time.perf_counter() - began) / steps, growth=GROWTH_AHEAD)
         self.steps_run += steps
         words = self.runtime.read(self._result, 0, (steps - 1) * self.max_outputs + rows)
         self.bytes_read += steps * rows * words.itemsize
@@ -193,11 +194,12 @@ class ModelRunner:
         fitting = min(most, MAX_AHEAD, int(AHEAD_S / max(step_s, 1e-6)))
         return 1 << max(fitting, 1).bit_length() - 1
 
-    def _note_time(self, tokens: int, outputs: int, seconds: float) -> None:
+    def _note_time(self, tokens: int, outputs: int, seconds: float, growth: float = 1.1) -> None:
         """Remember what a decode step takes: the shortest time lately, since the first one of a plan and
-        those of a busy machine say little."""
+        those of a busy machine say little. ``growth``: of what is remembered, at most; several steps as one
+        say more, and a context that has become long must soon be seen."""
         key = (bucket(tokens), bucket(outputs))
-        self._step_s[key] = min(seconds, self._step_s.get(key, seconds) * 1.1)
+        self._step_s[key] = min(seconds, self._step_s.get(key, seconds) * growth)
 
     def time_steps(self, chunks: Sequence[Chunk], repeats: int) -> tuple[Plan, np.ndarray]:
         """The plan that :meth:`run` would replay for ``chunks`` with argmax, and the device's time of each of
