@@ -281,6 +281,17 @@ def test_mistakes_are_told_in_a_line(capsys, arguments, words):
     assert err.count("\n") == 1 and err.startswith("error: ") and all(word in err for word in words), err
 
 
+def test_every_kv_format_is_a_row_and_reads_its_own_bytes(capsys, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", {**TINY, "head_dim": 32})
+    kinds = ("--kv-dtype", "f32", "--kv-dtype", "f16", "--kv-dtype", "q8_0")
+    arguments = ("-p", "0", "-n", "1", "-d", "31", "-r", "1", "--warm-up", "0", "--device", "numpy", *kinds)
+    code, out, _ = bench(capsys, "-s", "tiny:f32", *arguments, "-o", "json")
+    rows = json.loads(out)
+    assert code == 0 and [row["kv_dtype"] for row in rows] == ["f32", "f16", "q8_0"]
+    read = [row["read_per_step_bytes"] for row in rows]
+    assert read[0] - read[1] == 2 * 2 * 2 * 32 * 2 * 32 and read[1] > read[2]
+
+
 def test_a_device_without_a_clock_gives_rows_without_profiles(capsys, tiny, monkeypatch):
     def refuse(*args):
         raise DeviceError("it has no timestamps")

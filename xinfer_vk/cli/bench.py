@@ -11,7 +11,7 @@ import click
 from xinfer_vk.cli.bench_compare import command as compare
 from xinfer_vk.cli.bench_plot import check_plot_folder, save_plots
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
-from xinfer_vk.cli.options import ACTIVATIONS_OPTION, QUANTIZE_TYPES, TUNE_OPTION
+from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES, TUNE_OPTION
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 
@@ -62,6 +62,7 @@ COUNTS = Counts()
 @click.option("--warm-up", type=click.IntRange(min=0), default=1, show_default=True, help="Runs left out.")
 @click.option(
     "--kv-dtype",
+    type=click.Choice(KV_DTYPES),
     default=("f16",),
     multiple=True,
     help="Format of the KV cache. May be repeated. [default: f16]",
