@@ -23,6 +23,12 @@
 // addresses that differ only by a zero the compiler does not know: a load that is both a vector's part and
 // a memory operand would be neither.
 //
+// Measured on a Zen 4 core of 3.6 GHz, CPU time, q4_1, 3072 x 576: 7 to 14 G weights/s for one token (from
+// memory, from the cache) against 4.4 of matmul_simd, 16 to 21 G products/s for 8 tokens against 10.5. Without
+// fused operations the core makes 29 to 58: code this long comes from its second cache, at 15 bytes a cycle, and
+// a product is two instructions of 14 bytes. What did not help: vectors of 512 bits (LP_NATIVE_VECTOR_WIDTH:
+// registers spill, and Mesa's shader cache does not know the width), loops with gathers, more than 8 tokens.
+//
 // Bytes: the weights once per TOKENS tokens, x once per 8 rows (from the caches).
 // Workgroups: x = ceil(groups of 8 rows / row groups of a workgroup), y = ceil(tokens / TOKENS).
 #version 450
