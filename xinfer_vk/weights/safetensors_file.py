@@ -130,7 +130,11 @@ def _read(
             continue
         if dtype not in dtypes:
             supported = ", ".join(dtypes)
-            raise ModelError(f"{where}: tensor {quoted(name)} has dtype {dtype}, supported: {supported}")
+            packed = name.endswith((".qweight", ".qzeros", ".g_idx"))
+            hint = "; a GPTQ or AWQ checkpoint needs its quantization_config in config.json" * packed
+            raise ModelError(
+                f"{where}: tensor {quoted(name)} has dtype {dtype}, supported: {supported}{hint}"
+            )
         data = file.bytes[data_start + begin : data_start + end]
         tensors[name] = TensorInfo(name, shape, dtypes[dtype], data, file=file, start=data_start + begin)
     refuse_overlaps(spans, where)
