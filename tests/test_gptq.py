@@ -449,7 +449,7 @@ def test_quantized_tensors_without_a_configuration_are_refused(checkpoints: dict
     kept = path.read_text()
     try:
         path.write_text(json.dumps({**json.loads(kept), "quantization_config": None}))
-        with pytest.raises(ModelError, match="has dtype I32, supported: F32, F16, BF16; .* quantization_config"):
+        with pytest.raises(ModelError, match=r"dtype I32, supported: F32, F16, BF16; .* quantization_config"):
             open_model(checkpoints["gptq"])
     finally:
         path.write_text(kept)
