@@ -187,11 +187,6 @@ class WeightPlanner:
         ]
         for alike in zip(*tensors):
             _refuse_unlike(alike)
-            if (ordered := next((t for t in alike if t.order is not None), None)) is not None:
-                raise ModelError(
-                    f"{ordered.where}: the columns of {quoted(ordered.name)} are in activation order, which "
-                    "is not supported for experts: use a checkpoint with desc_act false"
-                )
         out = []
         for fmt, run in groupby(range(len(parts)), key=lambda i: tensors[0][i].fmt):
             members = tuple(run)
@@ -387,7 +382,7 @@ def _refuse_unlike(tensors: Sequence[TensorInfo]) -> None:
         if tensor.order is not None:
             raise ModelError(
                 f"{tensor.where}: {quoted(tensor.name)} has its columns in an order of its own (desc_act), "
-                "which is not supported for experts"
+                "which is not supported for experts: use a checkpoint with desc_act false"
             )
 
 
