@@ -151,6 +151,8 @@ def test_no_usable_device_is_an_error_that_says_why():
     [
         ("2", DISCRETE),
         (" 2 ", DISCRETE),
+        (2, DISCRETE),
+        (0, choose_device("0", ALL).device),
         ("rtx", DISCRETE),
         ("UHD graphics", INTEGRATED),
         ("lavapipe", LAVAPIPE),  # which calls itself llvmpipe

@@ -195,6 +195,14 @@ def test_two_streams_take_turns_or_are_refused(llm: LLM) -> None:
     assert len(first.result.token_ids) == 20
 
 
+def test_what_cannot_be_is_told_before_anything_is_loaded(llm: LLM, tiny_model: Path) -> None:
+    for kv_dtype, words in (("q9", "'q9' is not supported: choose from"), ("q8_0", "not a multiple of 32")):
+        with pytest.raises(UsageError, match=words):
+            LLM(tiny_model, device="numpy", kv_dtype=kv_dtype)
+    with pytest.raises(UsageError, match="not bytes"):
+        llm.generate(b"text")  # type: ignore[arg-type]
+
+
 def test_nan_logits_are_an_error_that_names_the_step(tiny_model: Path) -> None:
     with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
         part = llm.weights.embed.parts[0]

@@ -21,6 +21,7 @@ from xinfer_vk.engine.stream import GenerationStream
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
 from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import matrices
 from xinfer_vk.models.registry import family
@@ -57,9 +58,9 @@ class LLM:
     ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
     pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
     ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
-    turns the matrices of a model in f16, bf16 or f32 into that format while it loads. ``context``: tokens
-    the KV cache holds; None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes
-    at most.
+    turns the matrices of a model in f16, bf16 or f32 into that format while it loads. ``activations``: "f32",
+    or "int8", which rounds the inputs of products to 8 bits. ``context``: tokens the KV cache holds; None
+    sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
     ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly the fastest kernels
     are looked for when a GPU meets such matrices for the first time ("off", "quick", "full").
     ``progress`` is called with (stage, done, total) during long work. A context manager; :meth:`close` gives
@@ -73,7 +74,7 @@ class LLM:
         self,
         model: str | Path = DEFAULT_MODEL,
         *,
-        device: str | None = None,
+        device: str | int | None = None,
         kv_dtype: str = "f16",
         quantize: str | None = None,
         activations: str = "f32",
@@ -106,6 +107,7 @@ class LLM:
                     f"context {context} is more than the {self.config.max_position} tokens that {self.name} "
                     "was made for: use less"
                 )
+            vector_words(kv_dtype, self.config.head_dim)  # says what cannot be, before anything is loaded
             self._notes = source.notices
             if quantize is not None:
                 source, notes = quantized(source, quantize)
@@ -571,6 +573,8 @@ def main_format(source: ModelSource) -> str:
 def as_ids(tokens: Sequence[int]) -> list[int]:
     """Token ids as Python integers. Raises :class:`UsageError` for anything else."""
     try:
-        return [operator.index(token) for token in tokens]
+        if not isinstance(tokens, (bytes, bytearray)):  # which are sequences of integers too
+            return [operator.index(token) for token in tokens]
     except TypeError:
-        raise UsageError(f"a prompt is a text or a list of token ids, not {type(tokens).__name__}") from None
+        pass
+    raise UsageError(f"a prompt is a text or a list of token ids, not {type(tokens).__name__}")

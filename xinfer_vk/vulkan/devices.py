@@ -257,19 +257,19 @@ def vulkan_instance() -> Iterator[tuple[Any, list[Any]]]:
         vk.vkDestroyInstance(instance, None)
 
 
-def choose_device(wanted: str | None = None, devices: Sequence[DeviceInfo] | None = None) -> Choice:
+def choose_device(wanted: str | int | None = None, devices: Sequence[DeviceInfo] | None = None) -> Choice:
     """The device that ``wanted`` means: an index, a part of a name (in any case), "numpy", or, when it is
     None or empty, what ``XINFER_VK_DEVICE`` says, else the first discrete GPU, then integrated, virtual, CPU.
 
     Raises :class:`UsageError` for a name or index that fits no device or several, and
     :class:`DeviceError` when there is no usable device or the one asked for cannot be used.
     """
-    wanted, source = _wanted(wanted)
-    if wanted.lower() == NUMPY:
+    named, source = _wanted(wanted)
+    if named.lower() == NUMPY:
         return Choice(None)
     devices = list_devices() if devices is None else devices
-    if wanted:
-        device = _named(wanted, devices, source)
+    if named:
+        device = _named(named, devices, source)
         if device.rejected:
             raise DeviceError(f"{device.name} cannot be used: {device.rejected}{_others(device, devices)}")
         return Choice(device, (device.warning,) if device.warning else ())
@@ -291,14 +291,14 @@ def choose_device(wanted: str | None = None, devices: Sequence[DeviceInfo] | Non
     return Choice(device, tuple(notices))
 
 
-def _wanted(wanted: str | None) -> tuple[str, str]:
+def _wanted(wanted: str | int | None) -> tuple[str, str]:
     """What is asked for ("" if nothing), and by what."""
-    if wanted and wanted.strip():
-        return wanted.strip(), "--device"
+    if wanted is not None and (text := str(wanted).strip()):
+        return text, "--device"
     return os.environ.get("XINFER_VK_DEVICE", "").strip(), "XINFER_VK_DEVICE"
 
 
-def wants_numpy(wanted: str | None) -> bool:
+def wants_numpy(wanted: str | int | None) -> bool:
     """Whether :func:`choose_device` would answer without asking Vulkan."""
     return _wanted(wanted)[0].lower() == NUMPY
 

@@ -45,7 +45,7 @@ CompileProgress = Callable[[int, int], None]  # pipelines made, of how many
 
 
 def open_runtime(
-    device: str | None = None, *, memory: str | None = None, steps_per_submit: int | None = None
+    device: str | int | None = None, *, memory: str | None = None, steps_per_submit: int | None = None
 ) -> Runtime:
     """Open the device that ``device`` means (see :func:`devices.choose_device`); "numpy" needs no Vulkan.
 
