@@ -257,6 +257,7 @@ def linear(
     halves: Ref | None = None,
     variant: str | None = None,
     choice: Choice | None = None,
+    brief: bool = False,
 ) -> list[Step]:
     """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
 
@@ -267,7 +268,8 @@ def linear(
     buffer but must not overlap. One step a part; none waits for another. ``halves``: the same rows of x as
     :func:`xinfer_vk.kernels.halves.split_halves` left them, with room for ``tokens``; then the product is
     made of these, on matrix units. ``variant``: one of :func:`variants`, else the tuned one; ``choice``:
-    a kernel of another module.
+    a kernel of another module. ``brief``: the product is for few rows and few runs, so that a kernel which
+    takes long to compile would not pay.
 
     Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
     begin at a multiple of 4 words and of 8 rows, and for parts that cut a gate from its up.
@@ -292,7 +294,7 @@ def linear(
         known = variants(profile, fmt, cols, tokens, aligned)
         name = variant if variant in known and not variant.startswith("coop") else "default"
         kernel, tile_rows, tile_tokens = known[name]
-    by_lanes = choice is None and halves is None and matmul_lanes.applies(profile)
+    by_lanes = choice is None and halves is None and not brief and matmul_lanes.applies(profile)
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue in PAIRED and part.rows % 2):
@@ -317,11 +319,11 @@ def linear(
         }
         buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state}
         buffers["bias"] = bias.buffer if bias else state
+        chosen, found = (kernel, tile_rows, tile_tokens), None
         if by_lanes:
             found = matmul_lanes.choose(profile, fmt, part.rows, cols, tokens, oracle_of(fmt))
-            if found is not None:
-                kernel, tile_rows, tile_tokens = found
-                params = matmul_lanes.params_of(params, tokens)
-        groups = (ceil_div(part.rows, tile_rows), ceil_div(tokens, tile_tokens))
-        steps.append(make_step(kernel, buffers, params, groups, label, independent=bool(steps)))
+        if found is not None:
+            chosen, params = found, matmul_lanes.params_of(params, tokens)
+        groups = (ceil_div(part.rows, chosen[1]), ceil_div(tokens, chosen[2]))
+        steps.append(make_step(chosen[0], buffers, params, groups, label, independent=bool(steps)))
     return steps

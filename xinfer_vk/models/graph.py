@@ -34,6 +34,8 @@ from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
 from xinfer_vk.weights.device import ExpertMatrix, Matrix
 
+BRIEF_TOKENS = 128  # of a prompt that is read before a kernel that takes a second to compile would pay
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -206,7 +208,7 @@ class Graph:
         quantized: Rows | None = None
         for w in weights:
             at = self._ordered(x, w, rows, count)
-            product: Callable[..., list[Step]] = linear
+            product: Callable[..., list[Step]] = partial(linear, brief=self.outputs < rows <= BRIEF_TOKENS)
             if self.activation_dtype == "int8" and w.fmt in A8_FORMATS:
                 if quantized is None or w.order is not None:
                     quantized = self._quantized(at, w.cols, rows, count)
