@@ -354,6 +354,8 @@ def test_command(tmp_path: Path) -> None:
     assert_one_error(
         xinfer("quantize", str(model), str(tmp_path / "x.bin"), "--type", "q8_0"), 2, "ends in .gguf"
     )
+    part = tmp_path / "m-00001-of-00002.gguf"
+    assert_one_error(xinfer("quantize", str(model), str(part), "--type", "q8_0"), 2, "one part of several")
     missing = tmp_path / "no" / "x.gguf"
     assert_one_error(xinfer("quantize", str(model), str(missing), "--type", "q8_0"), 2, "is not there")
     assert sorted(os.listdir(tmp_path)) == ["m", "out.gguf"]

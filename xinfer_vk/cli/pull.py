@@ -19,7 +19,7 @@ def command(model: str, accept_terms: bool, quiet: bool) -> None:
 
     Models are kept in ~/.cache/xinfer-vk/models, or where XINFER_VK_CACHE says. A model that is
     already there is checked, and fetched again only if it is damaged. An interrupted download goes on
-    where it stopped.
+    with the files that had arrived whole, of which smollm2-135m is one and gemma3-270m four.
     """
     with ProgressBar(enabled=False if quiet else None) as progress:
         path = pull(model, progress, accept_terms=accept_terms)

@@ -11,7 +11,7 @@ from xinfer_vk.errors import UsageError
 from xinfer_vk.text.gguf_export import tokenizer_metadata
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_export import exported_config, exported_tensors
-from xinfer_vk.weights.gguf_file import read_gguf
+from xinfer_vk.weights.gguf_file import PART_NAME, read_gguf
 from xinfer_vk.weights.gguf_writer import encoded, refuse_existing, write_gguf
 from xinfer_vk.weights.quantize.choice import check_type
 from xinfer_vk.weights.quantize.loading import quantized_tensors
@@ -57,12 +57,16 @@ def quantize_model(
     errors.
 
     Nothing larger than a piece of a tensor is held in memory. Raises :class:`UsageError` for a ``kind`` that
-    is not supported, for an ``out`` that exists or cannot be written, and for a model that is low-bit
-    already; :class:`ModelError` for one that is damaged or cannot be expressed in GGUF.
+    is not supported, for an ``out`` that exists, is named as a part or cannot be written, and for a model
+    that is low-bit already; :class:`ModelError` for one that is damaged or cannot be expressed in GGUF.
     """
     check_type(kind, tuple(FILE_TYPES))
     if out.suffix != ".gguf":
         raise UsageError(f"{out}: the name of a GGUF file ends in .gguf")
+    if PART_NAME.fullmatch(out.name):
+        raise UsageError(
+            f"{out}: is the name of one part of several, and one file is written: use another name"
+        )
     refuse_existing(out, overwrite)
     with open_model(model) as source:
         if source.kind == "gguf":
