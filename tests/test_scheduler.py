@@ -195,6 +195,17 @@ def test_two_streams_take_turns_or_are_refused(llm: LLM) -> None:
     assert len(first.result.token_ids) == 20
 
 
+def test_batches_and_long_texts_in_turn_keep_their_runner(tiny_model: Path) -> None:
+    """Each would otherwise be given a cache that is too small for the other, and plans be recorded anew."""
+    with LLM(tiny_model, device="numpy") as llm:
+        runners = []
+        for _ in range(3):
+            llm.batch([[5], [6], [7]], max_new_tokens=2)
+            llm.generate([5] * 200, max_new_tokens=2)
+            runners.append(llm._runner)
+        assert runners[0] is runners[1] is runners[2]
+
+
 def test_what_cannot_be_is_told_before_anything_is_loaded(llm: LLM, tiny_model: Path) -> None:
     for kv_dtype, words in (("q9", "'q9' is not supported: choose from"), ("q8_0", "not a multiple of 32")):
         with pytest.raises(UsageError, match=words):

@@ -529,6 +529,9 @@ class LLM:
                 raise UsageError(UNDER_WAY)
             if cache.capacity < needed:
                 needed = max(needed, min(2 * cache.capacity, self.config.max_position))
+            else:  # batches and long texts in turn do not take each other's place
+                needed = cache.capacity
+            sequences = max(sequences, cache.max_sequences)
             self._runner = None
             old.free()
             cache.free()
