@@ -88,6 +88,16 @@ class ShaderLibrary:
                 )
 
 
+def _bound(step: Step) -> tuple[Buffer, ...]:
+    """The buffers that a step is bound to. What a kernel finds by its address is not bound: in its
+    place stands another, so that one pipeline (5 MB and tens of milliseconds on lavapipe) serves the matrices
+    of all buffers."""
+    by_address = {binding for _, binding in step.kernel.addresses}
+    named = list(zip(step.kernel.bindings, step.buffers))
+    other = next((buffer for name, buffer in named if name not in by_address), None)
+    return tuple(other if other and name in by_address else buffer for name, buffer in named)
+
+
 class Programs:
     """The algorithms of one Kompute manager."""
 
@@ -100,7 +110,7 @@ class Programs:
     @staticmethod
     def _key(step: Step) -> _Key:
         kernel = step.kernel
-        return kernel.shader, kernel.spec, step.buffers, step.groups, len(kernel.params)
+        return kernel.shader, kernel.spec, _bound(step), step.groups, len(kernel.params)
 
     def missing(self, steps: Iterable[Step]) -> list[Step]:
         """One step for each algorithm that does not exist yet."""
@@ -116,7 +126,7 @@ class Programs:
             kernel = step.kernel
             code = self._shaders.code(kernel)
             spec = np.array([value for _, value in kernel.spec], np.uint32)
-            tensors = [self._memory.bound_tensor(buffer) for buffer in step.buffers]
+            tensors = [self._memory.bound_tensor(buffer) for buffer in _bound(step)]
             with self._guard(f"compiling {kernel.name}"):
                 algorithm = self._manager.algorithm(
                     tensors, code, step.groups, spec, np.zeros(len(kernel.params), np.uint32)
