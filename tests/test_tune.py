@@ -163,3 +163,10 @@ def test_matrix_units_are_offered_where_there_are_some(gpu) -> None:
     assert names[0] == "default" and {"coop 16", "coop 32", "coop 64"} <= set(names)
     assert not any(n.startswith("coop") for n in matmul.variants(profile, "q4_k", 256, 1, True))
     assert not any(n.startswith("coop") for n in matmul.variants(gpu.profile, "q4_k", 256, 64, True))
+
+
+def test_without_a_home_directory_choices_are_made_and_not_kept(gpu, timed, monkeypatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("XINFER_VK_CACHE", "~nobody-of-that-name/cache")
+    tune(gpu, [put(gpu)])
+    assert chosen(gpu, 8) == "matvec 128"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 from pathlib import Path
 
 from xinfer_vk.errors import UsageError
+
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -24,3 +28,32 @@ def cache_folder() -> Path:
         raise UsageError(
             f"{place}: there is no such home directory: set XINFER_VK_CACHE to a folder that can be written"
         ) from None
+
+
+def optional_cache_folder(name: str) -> Path | None:
+    """A folder for what only saves time; None where there is no home directory to keep it in."""
+    try:
+        return cache_folder() / name
+    except UsageError as error:
+        _log.info("%s are not kept: %s", name, error)
+        return None
+
+
+def keep(path: Path, data: bytes) -> bool:
+    """Write a file whole, its folder too. One that cannot be written is no error: what is in it is made
+    again. Returns whether it was written."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+        temporary = ""
+    except OSError as error:
+        _log.info("%s was not saved: %s", path, error)
+        return False
+    finally:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+    return True

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xinfer_vk.kernels.base import COUNTS
 from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.layout import FORMATS, row_words
-from xinfer_vk.kernels.matmul import COUNTS
 from xinfer_vk.plan import WORD_BYTES, Plan, Step
 
 

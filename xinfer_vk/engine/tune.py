@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ import numpy as np
 
 from xinfer_vk import __version__
 from xinfer_vk.errors import DeviceLostError, OutOfMemoryError, UsageError, XinferError
-from xinfer_vk.folders import cache_folder
+from xinfer_vk.folders import keep, optional_cache_folder
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.halves import halves_words, split_halves
@@ -92,7 +91,7 @@ def tune(
     }
     if not shapes:
         return ()
-    file = ChoiceFile(folder or cache_folder() / "tuned", runtime)
+    file = ChoiceFile(folder or optional_cache_folder("tuned"), runtime)
     missing = [shape for shape in shapes if shape.key not in file.choices]
     problems: list[str] = []
     if missing:
@@ -137,7 +136,7 @@ class Tuner:
         self._runtime = runtime
         self._buffers: list[Buffer] = []
         try:
-            words = max(s.tokens * (s.cols + 4) for s in shapes)
+            words = max(s.tokens * s.cols for s in shapes)
             self._x = self._allocate("tuner: x", words)
             self._y = self._allocate("tuner: y", max(s.tokens * s.rows for s in shapes))
             halves = max(halves_words(s.tokens, s.cols) for s in shapes)
@@ -220,12 +219,13 @@ class ChoiceFile:
     :attr:`Shape.key`, and ``running``, what was being tried when the file was written last, and by which
     process."""
 
-    def __init__(self, folder: Path, runtime: Runtime) -> None:
+    def __init__(self, folder: Path | None, runtime: Runtime) -> None:
         info: Any = getattr(runtime, "info", None)
         device = f"{getattr(info, 'uuid', '')} {runtime.profile.name}"
         kernels = "".join(map(str, (shader_fingerprint(), sorted(runtime.profile.features))))
         said = f"{device} {runtime.driver} {__version__} {kernels}"
-        self.path = folder / f"{hashlib.sha256(said.encode()).hexdigest()[:32]}.json"
+        name = f"{hashlib.sha256(said.encode()).hexdigest()[:32]}.json"
+        self.path = folder / name if folder else None
         self.choices: dict[str, str] = {}
         self._running: list[str | int] = []
         self._crashed: list[list[str]] = []
@@ -244,20 +244,12 @@ class ChoiceFile:
     def save(self) -> None:
         """Write the file whole. A folder that cannot be written is no error: the next start tunes again."""
         record = {"choices": self.choices, "running": self._running, "crashed": self._crashed}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as out:
-                    json.dump(record, out, indent=1)
-                os.replace(temporary, self.path)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            _log.info("choices of kernels are not kept: %s", error)
+        if self.path is not None:
+            keep(self.path, json.dumps(record, indent=1).encode())
 
     def _load(self) -> None:
+        if self.path is None:
+            return
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
             choices, crashed, running = record["choices"], record["crashed"], record["running"]

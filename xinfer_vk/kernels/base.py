@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from xinfer_vk.kernels import state as state_words
 from xinfer_vk.plan import Buffer
+
+# What a kernel may count its rows by: the word of the state buffer with how many are in use.
+COUNTS = {"tokens": state_words.N_TOKENS, "outputs": state_words.N_OUTPUTS}
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from xinfer_vk.kernels import state as state_words
-from xinfer_vk.kernels.base import Ref, ceil_div
+from xinfer_vk.kernels.base import COUNTS, Ref, ceil_div
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
 LOW = np.float32(2048.0)  # what low is multiplied by: 11 bits are in high
 MIN_TOKENS = 2  # one is bound by reading the weights, which the mat-vec does better
-COUNTS = {"tokens": state_words.N_TOKENS, "outputs": state_words.N_OUTPUTS}
 
 
 def multiplies_halves(profile: DeviceProfile, tokens: int) -> bool:

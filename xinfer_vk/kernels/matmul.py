@@ -27,8 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from xinfer_vk.kernels import matmul_lanes
-from xinfer_vk.kernels import state as state_words
-from xinfer_vk.kernels.base import Part, Ref, ceil_div
+from xinfer_vk.kernels.base import COUNTS, Part, Ref, ceil_div
 from xinfer_vk.kernels.halves import multiplies_halves, read_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format
 from xinfer_vk.kernels.swiglu import gelu_tanh, silu
@@ -37,7 +36,6 @@ from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make
 
 EPILOGUES = ("store", "add", "swiglu", "gated", "geglu")
 PAIRED = {"swiglu": silu, "geglu": gelu_tanh}
-COUNTS = {"tokens": state_words.N_TOKENS, "outputs": state_words.N_OUTPUTS}
 
 BINDINGS = ("w", "x", "y", "state", "bias")
 PARAMS = (

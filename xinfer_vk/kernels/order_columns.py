@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xinfer_vk.kernels.base import Ref, ceil_div
-from xinfer_vk.kernels.matmul import COUNTS
+from xinfer_vk.kernels.base import COUNTS, Ref, ceil_div
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
 LOCAL_SIZE = 64

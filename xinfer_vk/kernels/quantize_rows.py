@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from xinfer_vk.kernels.base import Ref, ceil_div
+from xinfer_vk.kernels.base import COUNTS, Ref, ceil_div
 from xinfer_vk.kernels.layout import BLOCK
-from xinfer_vk.kernels.matmul import COUNTS, rows_view
+from xinfer_vk.kernels.matmul import rows_view
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
 LOCAL_SIZE = 64

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import struct
-import tempfile
 from pathlib import Path
 
-from xinfer_vk.errors import UsageError
-from xinfer_vk.folders import cache_folder
+from xinfer_vk.folders import keep, optional_cache_folder
 
 MAGIC = b"xinfer-vk pipelines 1\n"
 DIGEST_BYTES = 32
@@ -59,17 +56,7 @@ class PipelineCacheFile:
         digest = hashlib.sha256(data).digest()
         if digest == self._on_disk or len(data) > MAX_BYTES or not self._fits(data):
             return False
-        temporary = ""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=".pipelines-", dir=self.path.parent)
-            with os.fdopen(handle, "wb") as file:
-                file.write(MAGIC + digest + data)
-            os.replace(temporary, self.path)
-        except OSError as error:
-            _log.info("the pipeline cache %s was not saved: %s", self.path, error)
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
+        if not keep(self.path, MAGIC + digest + data):
             return False
         self._on_disk = digest
         return True
@@ -83,8 +70,4 @@ class PipelineCacheFile:
 
 def pipeline_cache_folder() -> Path | None:
     """Where the files are kept; None where there is no home directory to keep them in."""
-    try:
-        return cache_folder() / "pipelines"
-    except UsageError as error:
-        _log.info("compiled pipelines are not kept: %s", error)
-        return None
+    return optional_cache_folder("pipelines")
