@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from xinfer_vk.cli.chat_commands import Chat
     from xinfer_vk.cli.chat_input import LineEditor
     from xinfer_vk.engine.session import ChatSession
-    from xinfer_vk.engine.tune import Tune
 
 MAX_ANSWER_TOKENS = 512
 MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
@@ -61,14 +60,9 @@ MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
 @click.option("--quiet", "-q", is_flag=True, help="No notices.")
 @click.option("--verbose", "-v", is_flag=True, help="Tell load time, and each answer's cost.")
 def command(
-    model: str,
+    chosen: dict[str, Any],
     system: str | None,
     max_new_tokens: int | None,
-    device: str | None,
-    kv_dtype: str,
-    quantize: str | None,
-    tune: Tune,
-    activations: str,
     context: int | None,
     on_full: str,
     template_arg: tuple[str, ...],
@@ -97,12 +91,7 @@ def command(
         from xinfer_vk.engine.llm import LLM
 
         with LLM(
-            model,
-            device=device,
-            kv_dtype=kv_dtype,
-            quantize=quantize,
-            tune=tune,
-            activations=activations,
+            **chosen,
             context=context,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,

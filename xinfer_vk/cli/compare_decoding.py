@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from xinfer_vk.engine.compare import Decoding, Kept
     from xinfer_vk.engine.llm import LLM
-    from xinfer_vk.engine.tune import Tune
 
 PIPE_WIDTH = 140  # columns of the table when nobody says how wide the terminal is
 LEAST_TABLE = 60  # columns that the table of figures needs
@@ -64,7 +63,7 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
 def command(
-    model: str,
+    chosen: dict[str, Any],
     prompt: str | None,
     file: str | None,
     system: str | None,
@@ -72,11 +71,6 @@ def command(
     max_new_tokens: int,
     ignore_eos: bool,
     seed: int,
-    device: str | None,
-    kv_dtype: str,
-    quantize: str | None,
-    tune: Tune,
-    activations: str,
     plot: str | None,
     as_json: bool,
     quiet: bool,
@@ -101,15 +95,7 @@ def command(
         from xinfer_vk.engine.compare import METHODS, compare_decoding, kept_at_each_step
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(
-            model,
-            device=device,
-            kv_dtype=kv_dtype,
-            quantize=quantize,
-            activations=activations,
-            tune=tune,
-            progress=progress,
-        ) as llm:
+        with LLM(**chosen, progress=progress) as llm:
             if not quiet:
                 for notice in llm.notices:
                     click.echo(notice, err=True)

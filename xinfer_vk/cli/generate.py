@@ -36,7 +36,6 @@ from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM, GenerationResult
-    from xinfer_vk.engine.tune import Tune
     from xinfer_vk.sampling.params import SamplingParams
 
 
@@ -116,7 +115,7 @@ def gather_prompts(
 @click.option("--quiet", "-q", is_flag=True, help="Print the text and nothing else.")
 @click.option("--verbose", "-v", is_flag=True, help="Tell load time, TTFT, KV size and memory.")  # fmt: skip
 def command(
-    model: str,
+    chosen: dict[str, Any],
     prompt: tuple[str, ...],
     file: str | None,
     prompts: str | None,
@@ -127,11 +126,6 @@ def command(
     template_arg: tuple[str, ...],
     max_new_tokens: int,
     samples: int,
-    device: str | None,
-    kv_dtype: str,
-    quantize: str | None,
-    tune: Tune,
-    activations: str,
     context: int | None,
     ignore_eos: bool,
     logprobs: int | None,
@@ -168,12 +162,7 @@ def command(
         from xinfer_vk.engine.llm import LLM
 
         with LLM(
-            model,
-            device=device,
-            kv_dtype=kv_dtype,
-            quantize=quantize,
-            tune=tune,
-            activations=activations,
+            **chosen,
             context=context,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,

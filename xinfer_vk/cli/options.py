@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -45,6 +46,7 @@ ACTIVATIONS_OPTION = click.option(
     help="int8 rounds the inputs of products to 8 bits: not exact.",
 )
 
+MODEL_ARGUMENTS = ("model", "device", "kv_dtype", "quantize", "tune", "activations")
 MODEL_OPTIONS = [
     click.option(
         "--model",
@@ -125,11 +127,17 @@ def template_args_from_options(options: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def model_options(command: F) -> F:
-    """Adds --model, --device, --kv-dtype, --quantize, --activations and --tune."""
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --model, --device, --kv-dtype, --quantize, --tune and --activations. The command gets them as
+    ``chosen``, the arguments of an :class:`~xinfer_vk.engine.llm.LLM`."""
+
+    @wraps(command)
+    def gathered(*args: Any, **values: Any) -> Any:
+        return command(*args, chosen={name: values.pop(name) for name in MODEL_ARGUMENTS}, **values)
+
     for option in reversed(MODEL_OPTIONS):
-        command = option(command)
-    return command
+        gathered = option(gathered)
+    return gathered
 
 
 def sampling_options(command: F) -> F:

@@ -18,7 +18,6 @@ from xinfer_vk.errors import UsageError
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM
     from xinfer_vk.engine.perplexity import Perplexity
-    from xinfer_vk.engine.tune import Tune
 
 
 def read_text(file: str | None) -> str:
@@ -63,18 +62,13 @@ def read_text(file: str | None) -> str:
 @click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
 @click.option("--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more.")
 def command(
-    model: str,
+    chosen: dict[str, Any],
     file: str | None,
     context: int | None,
     stride: int | None,
     convention: Any,
     bos: bool | None,
     max_tokens: int | None,
-    device: str | None,
-    kv_dtype: str,
-    quantize: str | None,
-    tune: Tune,
-    activations: str,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -96,15 +90,7 @@ def command(
     with ProgressBar(enabled=False if quiet else None) as progress:
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(
-            model,
-            device=device,
-            kv_dtype=kv_dtype,
-            quantize=quantize,
-            activations=activations,
-            tune=tune,
-            progress=progress,
-        ) as llm:
+        with LLM(**chosen, progress=progress) as llm:
             if not quiet:
                 for notice in llm.notices:
                     click.echo(notice, err=True)
