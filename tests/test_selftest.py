@@ -170,8 +170,6 @@ def test_command_exits_1_on_a_failure(monkeypatch):
 def test_all_quick_cases_pass_on_the_device(runtime):
     assert isinstance(runtime, KomputeRuntime)
     cases = [
-        c
-        for c in all_cases()
-        if c.quick and c.kernel in ("embed", "linear") and c.applies(runtime.profile)
+        c for c in all_cases() if c.quick and c.kernel in ("embed", "linear") and c.applies(runtime.profile)
     ]  # the others: test_kernels_*
     assert [str(o.case) + ": " + o.finding.problem for o in run_cases(runtime, cases) if not o.passed] == []
