@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_model import write_chat_model
+from chat_model import in_words, write_chat_model
 
 from xinfer_vk import LLM
 from xinfer_vk.engine import runner as runner_module
 from xinfer_vk.engine.runner import ModelRunner
+from xinfer_vk.engine.session import ChatSession, ChatStream
 from xinfer_vk.errors import NumericError
+from xinfer_vk.text.chat import encode_chat
 
 PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 30, [100]]
 WAYS: dict[str, dict[str, Any]] = {
@@ -170,3 +172,37 @@ def test_steps_that_have_become_long_are_seen_soon(on_numpy: LLM) -> None:
     for _ in range(5):
         runner._note_time(1, 1, 0.04, growth=runner_module.GROWTH_AHEAD)
     assert runner.steps_ahead(1, 8) == 1
+
+
+def test_a_stream_left_half_way_keeps_what_was_given_out_and_nothing_else(
+    ahead: list[int], tmp_path: Path
+) -> None:
+    """A step made several tokens at once: those beyond the piece that the caller took last are in neither the
+    conversation nor its cache. An answer that is cancelled keeps all that was made."""
+    with LLM(write_chat_model(tmp_path / "tiny"), device="numpy", kv_dtype="f32", context=256) as llm:
+
+        def begin() -> tuple[ChatSession, ChatStream]:
+            session = in_words(llm, ignore_eos=True)
+            return session, session.send("Tell me a story")
+
+        whole = begin()[1].result
+        for taken in range(1, 8):
+            session, stream = begin()
+            shown = [next(stream) for _ in range(taken)]
+            made = len(stream.partial_result.token_ids)
+            assert made > taken or taken != 2
+            stream.close()
+            left = stream.partial_result
+            assert session.turns[0].assistant == left.text == "".join(shown)
+            assert (left.token_ids, left.finish_reason) == (whole.token_ids[:taken], "interrupted")
+            kept, seen = session._kept, [*whole.prompt_token_ids, *left.token_ids]
+            assert kept is not None and kept.sequence.length == len(kept.tokens)
+            assert kept.tokens == seen[: len(kept.tokens)] and len(seen) - len(kept.tokens) <= 1
+            again = session.send("Go on").result
+            prompt = encode_chat(llm.tokenizer, llm.chat_template, session.messages[:-1])
+            assert again.token_ids == llm.generate(prompt, session.params).token_ids
+        session, stream = begin()
+        shown = [next(stream), next(stream)]
+        stream.cancel()
+        assert stream.result.token_ids == whole.token_ids[:5]
+        assert session.turns[0].assistant == stream.result.text != "".join(shown)

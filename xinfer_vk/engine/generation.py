@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from xinfer_vk.cache import CachedSequence
@@ -78,6 +78,7 @@ class Generation:
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.params.stop)
         self._pieces: list[Piece] = []
+        self._made_by: list[int] = []  # for each piece, how many tokens had been generated
         self._last = self.started  # when the last token came
         self._shown = 0  # pieces that take() has given out
         self.metrics.prompt_tokens = len(self.prompt_ids)
@@ -143,13 +144,23 @@ class Generation:
             self._show(self._stops.push(self.decoder.finish()))
             self._show(self._stops.finish())
         if self.splitter is not None:
-            self._pieces += self.splitter.finish()
+            self._append(self.splitter.finish())
 
-    def take(self) -> list[Piece]:
-        """The text made since the last call, in pieces."""
-        new = self._pieces[self._shown :]
-        self._shown = len(self._pieces)
-        return new
+    def take(self) -> Iterator[Piece]:
+        """The text made and not given out yet, in pieces."""
+        while self._shown < len(self._pieces):
+            self._shown += 1
+            yield self._pieces[self._shown - 1]
+
+    def leave(self) -> None:
+        """End it with the last piece that :meth:`take` gave out, for a caller who wants no more. Several
+        steps may have run at once: what they made beyond that piece is forgotten, text and tokens."""
+        if self.finish_reason is not None and self._shown == len(self._pieces):
+            return
+        kept = self._made_by[self._shown - 1] if self._shown else 0
+        del self._pieces[self._shown :], self._made_by[self._shown :]
+        del self.generated[kept:], self.logprobs[kept:]
+        self.finish_reason, self.stop = "interrupted", None
 
     def result(self) -> GenerationResult:
         """What there is; complete once ``finish_reason`` is set."""
@@ -169,10 +180,12 @@ class Generation:
         )
 
     def _show(self, text: str) -> None:
-        if text and self.splitter is not None:
-            self._pieces += self.splitter.push(text)
-        elif text:
-            self._pieces.append(Piece(text))
+        if text:
+            self._append([Piece(text)] if self.splitter is None else self.splitter.push(text))
+
+    def _append(self, pieces: Sequence[Piece]) -> None:
+        self._pieces += pieces
+        self._made_by += [len(self.generated)] * len(pieces)
 
 
 def sibling(

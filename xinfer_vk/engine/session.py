@@ -191,8 +191,9 @@ class ChatSession:
 
         ``fields`` are fields of SamplingParams, over ``params`` or the session's. The turn enters the
         conversation when its stream ends, however it ends: an answer that was interrupted stays as far as
-        it came. A stream that was left unfinished ends at the next call. Raises :class:`UsageError` for
-        an empty message, a bad parameter, and a message that does not fit.
+        it came, and one whose stream was left (by ``break``, or closed) as far as it was given out; a stream
+        that was left ends at the next call. Raises :class:`UsageError` for an empty message, a bad
+        parameter, and a message that does not fit.
         """
         self._stop_current()
         return self._answer(self._turns, text, params, stop_event, fields)
@@ -342,6 +343,7 @@ class ChatSession:
         if cache is not None and sequence is not None:
             with self.llm._lock:
                 if intact:
+                    cache.truncate(sequence, min(sequence.length, len(generation.tokens)))
                     cache.park(sequence)
                     self._kept = Kept(cache, sequence, generation.tokens[: sequence.length])
                 else:
@@ -405,7 +407,7 @@ class ChatStream:
         self._generation.stop_event.set()
 
     def close(self) -> None:
-        """End the answer here. One that was never begun leaves no trace."""
+        """End the answer here, with the last piece given out. One that was never begun leaves no trace."""
         try:
             cast(Any, self._iterator).close()
         except ValueError:

@@ -15,7 +15,8 @@ class GenerationStream:
     Nothing runs before the first piece is asked for. A context manager, which closes it.
 
     Whatever ends the loop, an exception included, the sequence's cache blocks are given back, and
-    :attr:`partial_result` holds what was made until then.
+    :attr:`partial_result` holds what was made until then; after a ``break`` and :meth:`close`, what was given
+    out, and no token beyond it.
     """
 
     def __init__(
@@ -66,6 +67,9 @@ class GenerationStream:
             while scheduler.busy:
                 scheduler.step()
                 yield from generation.take()
+        except GeneratorExit:
+            generation.leave()
+            raise
         except Exception:
             generation.finish("error")
             raise
