@@ -25,6 +25,7 @@ from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import matmul_a8
 from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.matmul import Choice
 from xinfer_vk.kernels.quantize_rows import dequantize, quantize, quantize_rows, quantized_words
 from xinfer_vk.plan import BufferKind, DeviceProfile
 from xinfer_vk.reference import NumpyRuntime
@@ -123,8 +124,6 @@ def rt_put(rt: Any, name: str, kind: BufferKind, values: np.ndarray) -> Any:
 class QuantizedSetup(Setup):
     """A product whose x is in 8 bits."""
 
-    linear = staticmethod(matmul_a8.linear_a8)
-
     def __init__(self, product: Product) -> None:
         super().__init__(product)
         p = product
@@ -132,6 +131,9 @@ class QuantizedSetup(Setup):
         self.x = np.full((p.tokens, quantized_words(p.cols) + p.gap), np.float32(np.nan))
         self.x[: p.used, : quantized_words(p.cols)] = quantize(x).view(np.float32)
         self.x_values = dequantize(quantize(x), p.cols)
+
+    def choice(self, profile: DeviceProfile) -> Choice:
+        return matmul_a8.choose(profile, self.product.fmt, self.product.cols, self.product.tokens)
 
 
 def check(product: Product, rt: Any, profile: DeviceProfile) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +21,7 @@ from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Part, Ref
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words
-from xinfer_vk.kernels.matmul import EPILOGUES, PAIRED, linear
+from xinfer_vk.kernels.matmul import EPILOGUES, PAIRED, Choice, linear
 from xinfer_vk.kernels.unpack import unpack, unpack_rows
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Step
 from xinfer_vk.reference import NumpyRuntime
@@ -65,8 +64,6 @@ class Setup:
     """The buffers and contents of a product, the same for every runtime it is run on. ``x``: as the kernel
     reads it; ``x_values [used, cols]``: the numbers in it."""
 
-    linear = staticmethod(linear)
-
     def __init__(self, product: Product) -> None:
         p = self.product = product
         rng = np.random.default_rng(abs(hash((p.rows, p.cols, p.tokens))) % 2**32)
@@ -76,6 +73,10 @@ class Setup:
         self.x_values = self.x[: p.used, : p.cols]
         self.before = rng.standard_normal((p.tokens, p.width)).astype(np.float32)
         self.bias = rng.standard_normal(p.rows).astype(np.float32)
+
+    def choice(self, profile: DeviceProfile) -> Choice | None:
+        """The kernel, where it is another module's."""
+        return None
 
     def run(self, rt: Any, profile: DeviceProfile) -> np.ndarray:
         """The words of y after the product, with a frame of poison around."""
@@ -112,10 +113,9 @@ class Setup:
             room = np.full(halves_words(p.tokens, p.cols), POISON)
             halves = put("halves", BufferKind.SCRATCH, room, 4)
             steps = split_halves(x, x_stride, p.cols, halves, p.tokens, state, p.count)
-        product = partial(self.linear, halves=halves) if p.halves else self.linear
-        steps += product(
+        steps += linear(
             profile, p.fmt, parts, p.cols, x, x_stride, y, y_stride, p.tokens, state, bias, p.epilogue,
-            p.count,
+            p.count, halves=halves, choice=self.choice(profile),
         )  # fmt: skip
         assert len(steps) == len(parts) + p.halves
         run(rt, steps)

@@ -1,8 +1,9 @@
 """Matrix products with activations in 8 bits (W8A8): products of integers, scaled once per 32 columns.
 
 ``x`` is quantized first (:mod:`xinfer_vk.kernels.quantize_rows`); what is multiplied then are the weights'
-integers by those of ``x``, by the device's dot product of bytes where it has one, so that the result is that
-of :func:`xinfer_vk.kernels.matmul.linear` with the rounded ``x``, up to the order of sums in f32.
+integers by those of ``x``, by the device's dot product of bytes where it has one. :func:`choose` is what
+:func:`xinfer_vk.kernels.matmul.linear` takes as ``choice``, with ``x`` of quantized rows and a format of
+FORMATS; the result is that of the rounded ``x``, up to the order of sums in f32.
 
 Two shader families: ``matvec_a8`` for few tokens, and on CPU devices for any number; ``matmul_a8`` for GPUs
 and many.
@@ -10,13 +11,12 @@ and many.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
 from xinfer_vk.kernels import matmul
-from xinfer_vk.kernels.base import Part, Ref, ceil_div
+from xinfer_vk.kernels.base import ceil_div
 from xinfer_vk.kernels.layout import GROUP_LAYOUTS, shader_format, units
 from xinfer_vk.kernels.matmul import (
     BINDINGS,
@@ -28,7 +28,7 @@ from xinfer_vk.kernels.matmul import (
     up_to,
 )
 from xinfer_vk.kernels.quantize_rows import dequantize, quantized_words
-from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step
+from xinfer_vk.plan import DeviceProfile, Kernel, OracleCall
 
 FORMATS = ("q8_0", "q4_0", "q4_1", *GROUP_LAYOUTS)  # of weights that are integers and a scale
 
@@ -72,26 +72,3 @@ def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int) -> Choice:
     tile = up_to(tokens, fitting)
     spec = (("local_size", TILE_LANES), ("tokens", tile), ("blocks", TILE_BLOCKS), ("experts", 0))
     return _kernel("matmul_a8", fmt, integers, spec), TILE_ROWS, tile
-
-
-def linear_a8(
-    profile: DeviceProfile,
-    fmt: str,
-    parts: Sequence[Part],
-    cols: int,
-    x: Ref,
-    x_stride: int,
-    y: Ref,
-    y_stride: int,
-    tokens: int,
-    state: Buffer,
-    bias: Ref | None,
-    epilogue: str,
-    count: str,
-    label: str = "linear",
-) -> list[Step]:
-    """As :func:`xinfer_vk.kernels.matmul.linear`, with ``x`` of quantized rows and ``fmt`` of FORMATS."""
-    return matmul.linear(
-        profile, fmt, parts, cols, x, x_stride, y, y_stride, tokens, state, bias, epilogue, count, label,
-        choice=choose(profile, fmt, cols, tokens),
-    )  # fmt: skip

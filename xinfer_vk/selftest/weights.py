@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from functools import partial
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from xinfer_vk.kernels.layout import (
     scale_words,
 )
 from xinfer_vk.kernels.matmul import PAIRED, linear
-from xinfer_vk.kernels.matmul_a8 import linear_a8
+from xinfer_vk.kernels.matmul_a8 import choose as choose_a8
 from xinfer_vk.kernels.quantize_rows import quantize, quantized_words
 from xinfer_vk.plan import BufferKind, Step
 from xinfer_vk.selftest.batch import Batch
@@ -130,10 +129,10 @@ def _linear(
         if halves:
             split = Ref(bench.buffer("halves", halves_words(tokens, cols)))
             steps = split_halves(Ref(x_buffer), x_stride, cols, split, tokens, state, count)
-        product = linear_a8 if int8 else partial(linear, halves=split)
-        return steps + product(
+        return steps + linear(
             bench.profile, fmt, parts, cols, Ref(x_buffer), x_stride, Ref(y, 1), y_stride, tokens,
-            state, Ref(biases, 2) if bias else None, epilogue, count,
+            state, Ref(biases, 2) if bias else None, epilogue, count, halves=split,
+            choice=choose_a8(bench.profile, fmt, cols, tokens) if int8 else None,
         )  # fmt: skip
 
     return build
