@@ -13,10 +13,11 @@ from cli_helpers import assert_one_error, xinfer
 
 from xinfer_vk.cli.app import run
 from xinfer_vk.cli.bench_plot import lines
+from xinfer_vk.cli.bench_report import FORMATS as OUTPUTS
 from xinfer_vk.cli.bench_report import as_csv, as_markdown
 from xinfer_vk.engine.bench import Bench, Workload, load_subject, measure_peak
 from xinfer_vk.engine.costs import Batch, plan_cost
-from xinfer_vk.errors import DeviceError
+from xinfer_vk.errors import DeviceError, DeviceLostError
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.layout import FORMATS, matrix_words
 from xinfer_vk.kernels.peak import COPY_LOCAL_SIZE, peak_copy, peak_fma
@@ -310,6 +311,59 @@ def test_a_model_that_fails_does_not_take_the_others_along(capsys, tiny):
     code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
     assert code == 1 and "error: /nowhere.gguf" in err
     assert [json.loads(line)["test"] for line in out.splitlines()] == ["pp2", "tg1"]
+
+
+@pytest.mark.parametrize("form", OUTPUTS)
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, None),
+        (DeviceLostError("the device was lost"), 1, "error: the device was lost\n"),
+        (ZeroDivisionError("oh"), 1, "error: unexpected ZeroDivisionError: oh"),
+    ],
+)
+def test_rows_that_were_measured_are_kept_whatever_ends_it(
+    capsys, tiny, monkeypatch, tmp_path, form, fault, code, told
+):
+    """Ctrl-C or an error in the fourth test: the three before are printed, once each, and drawn."""
+    real, count = Bench.measure, iter(range(9))
+
+    def measure(*args):
+        if next(count) == 3:
+            raise fault
+        return real(*args)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    arguments = (
+        "-s",
+        "tiny:q8_0",
+        *SHORT,
+        "-p",
+        "2,3",
+        "-n",
+        "1,2",
+        "-o",
+        form,
+        "-q",
+        "--plot",
+        str(tmp_path),
+    )
+    ended, out, err = bench(capsys, *arguments)
+    assert ended == code and (told is None or told in err)
+    tests = {
+        "md": lambda: [line.split("|")[3].strip() for line in out.splitlines() if "| f16 |" in line],
+        "json": lambda: [row["test"] for row in json.loads(out)],
+        "jsonl": lambda: [json.loads(line)["test"] for line in out.splitlines()],
+        "csv": lambda: [row["test"] for row in csv.DictReader(io.StringIO(out))],
+    }
+    assert tests[form]() == ["pp2", "pp3", "tg1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["context.png"]
+
+
+def test_a_profile_that_only_a_later_row_has_is_a_column(capsys, tiny):
+    rows = [record(), {**record("tg9"), "profile": {"step": "x"}}]
+    again = list(csv.DictReader(io.StringIO(as_csv(rows))))
+    assert [row["profile"] for row in again] == ["", '{"step": "x"}']
 
 
 # -- two files of results ---------------------------------------------------------------------------

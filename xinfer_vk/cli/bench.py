@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xinfer_vk.cli.bench_compare import command as compare
-from xinfer_vk.cli.bench_plot import check_plot_folder, save_plots
+from xinfer_vk.cli.bench_plot import check_plot_folder
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES, TUNE_OPTION
 from xinfer_vk.cli.progress import ProgressBar
@@ -127,7 +127,10 @@ def command(
         check_workloads(open_synthetic(name)[0].config, tests)  # before anything is measured
     several = len(subjects) * len(kv_dtype) * len(devices) > 1 or "all" in devices
     failed = False
-    with ProgressBar(enabled=False if quiet else None) as progress, Report(output, progress) as report:
+    with (
+        ProgressBar(enabled=False if quiet else None) as progress,
+        Report(output, plot, progress) as report,
+    ):
         for device in _devices(devices):
             runtime = open_runtime(device)
             try:
@@ -159,9 +162,6 @@ def command(
                         progress.tell(f"error: {model} on {runtime.profile.name}: {error}")
             finally:
                 runtime.close()
-    if plot is not None:
-        for path in save_plots(plot, report.records):
-            click.echo(f"plot: {path}", err=True)
     if failed:
         raise click.exceptions.Exit(1)
 

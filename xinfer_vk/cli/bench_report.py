@@ -16,8 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from xinfer_vk.cli.bench_plot import save_plots
 from xinfer_vk.cli.output import say, say_json
-from xinfer_vk.engine.metrics import format_bytes, format_rate, peak_host_bytes
+from xinfer_vk.engine.metrics import format_rate, peak_host_bytes
+from xinfer_vk.units import format_bytes
 
 if TYPE_CHECKING:
     from xinfer_vk.cli.progress import ProgressBar
@@ -171,10 +173,11 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Report:
-    """Collects rows and prints them: at the end, or, as JSON lines, each as it comes."""
+    """Collects rows and prints them: at the end, or, as JSON lines, each as it comes. ``plots``: a folder to
+    draw them in at the end too."""
 
-    def __init__(self, form: str, progress: ProgressBar) -> None:
-        self._form, self._progress = form, progress
+    def __init__(self, form: str, plots: str | None, progress: ProgressBar) -> None:
+        self._form, self._plots, self._progress = form, plots, progress
         self.records: list[dict[str, Any]] = []
 
     def add(self, record: dict[str, Any]) -> None:
@@ -188,7 +191,7 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Print what there is, also when something ended it early."""
+        """Print and draw what there is, also when an error or Ctrl-C ended it early."""
         self._progress.close()
         if not self.records:
             return
@@ -198,12 +201,16 @@ class Report:
             say(as_csv(self.records), end="")
         elif self._form == "md":
             say(as_markdown(self.records))
+        if self._plots is not None:
+            for path in save_plots(self._plots, self.records):
+                self._progress.tell(f"plot: {path}")
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Lists within a field are separated by spaces; a profile is JSON."""
+    """Lists within a field are separated by spaces; a profile is JSON, and empty where a row has none."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(records[0]), lineterminator="\n")
+    fields = list(dict.fromkeys(name for record in records for name in record))
+    writer = csv.DictWriter(out, fields, lineterminator="\n")
     writer.writeheader()
     for record in records:
         writer.writerow({k: _field(v) for k, v in record.items()})
