@@ -211,7 +211,7 @@ def heading(kv_dtype: str, activations: str) -> str:
 @click.option("--numpy/--no-numpy", "with_numpy", default=True, help="Perplexity by the NumPy runtime too.")
 def models(device: str | None, rounds: int, only: str | None, with_numpy: bool) -> None:
     """Sizes, perplexities and rates of models."""
-    from xinfer_vk.engine.metrics import format_bytes
+    from xinfer_vk.units import format_bytes
     from xinfer_vk.vulkan.runtime import open_runtime
 
     with tempfile.TemporaryDirectory() as folder:

@@ -384,7 +384,7 @@ def test_the_table_shows_every_device_and_marks_the_default(cli):
         assert f"{device.index}  {device.name}" in result.output
     assert "* 2  NVIDIA GeForce RTX 4090" in result.output
     assert result.output.count("*") == 1
-    for text in ("8.0 GiB (device), 6.0 GiB free", "16.0 GiB (host)", "Mesa 25.0.7, Vulkan 1.3.0", "float16"):
+    for text in ("8.6 GB (device), 6.4 GB free", "17.2 GB (host)", "Mesa 25.0.7, Vulkan 1.3.0", "float16"):
         assert text in result.output
 
 

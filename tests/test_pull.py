@@ -300,7 +300,9 @@ def test_a_full_disk_is_said(index: Path, models: Path, monkeypatch: pytest.Monk
     usage = shutil.disk_usage(index)
     with monkeypatch.context() as patch:
         patch.setattr(pulling.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(DownloadError, match=r"has 0 MB free, the download needs .* set XINFER_VK_CACHE"):
+        with pytest.raises(
+            DownloadError, match=r"has 1.0 kB free, the download needs .* set XINFER_VK_CACHE"
+        ):
             pull("tiny")
 
     def full(descriptor: int) -> NoReturn:

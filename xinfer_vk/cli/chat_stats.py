@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xinfer_vk.engine.metrics import Metrics, format_bytes, format_rate, format_seconds
+from xinfer_vk.engine.metrics import Metrics, format_rate, format_seconds
+from xinfer_vk.units import format_bytes
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.generation import GenerationResult

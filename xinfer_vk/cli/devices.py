@@ -71,19 +71,19 @@ def _print_table(devices: list[DeviceInfo], chosen: DeviceInfo | None) -> None:
 
 
 def _rows(device: DeviceInfo) -> list[tuple[str, str]]:
-    from xinfer_vk.vulkan.memory import human_bytes
+    from xinfer_vk.units import format_bytes
 
     rows = [
         ("type", f"{device.type}, {device.vendor}" + (", unified memory" if device.unified_memory else "")),
         ("driver", f"{device.driver}, Vulkan {'.'.join(map(str, device.api_version))}"),
     ]
     for i, heap in enumerate(device.heaps):
-        free = "" if heap.free_bytes is None else f", {human_bytes(heap.free_bytes)} free"
+        free = "" if heap.free_bytes is None else f", {format_bytes(heap.free_bytes)} free"
         where = "device" if heap.device_local else "host"
         label = "memory" if len(device.heaps) == 1 else f"memory {i}"
-        rows.append((label, f"{human_bytes(heap.size_bytes)} ({where}){free}"))
-    bound, allocated = human_bytes(device.max_storage_range_bytes), human_bytes(device.max_allocation_bytes)
-    shared, operations = human_bytes(device.max_shared_bytes), ", ".join(device.subgroup_operations)
+        rows.append((label, f"{format_bytes(heap.size_bytes)} ({where}){free}"))
+    bound, allocated = format_bytes(device.max_storage_range_bytes), format_bytes(device.max_allocation_bytes)
+    shared, operations = format_bytes(device.max_shared_bytes), ", ".join(device.subgroup_operations)
     timestamps = f"{device.timestamp_bits} bits of {device.timestamp_period_ns:g} ns"
     features = [label for name, label in FEATURE_LABELS.items() if name in device.features]
     rows += [

@@ -44,7 +44,7 @@ def command(model: str, as_json: bool) -> None:
 
 
 def _print(found: Inspection) -> None:
-    from xinfer_vk.engine.metrics import format_bytes
+    from xinfer_vk.units import format_bytes
 
     c = found.config
     rows: list[tuple[str, str]] = []

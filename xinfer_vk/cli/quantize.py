@@ -39,8 +39,8 @@ def command(
     Norms and biases stay floats, the output head gets 6 bits beside 4-bit types, and rows that are not whole
     blocks of 256 get the nearest type with blocks of 32; what became what is told.
     """
-    from xinfer_vk.engine.metrics import format_bytes
     from xinfer_vk.engine.quantize import quantize_model
+    from xinfer_vk.units import format_bytes
     from xinfer_vk.weights.hub import resolve_model
 
     with ProgressBar(enabled=False if quiet else None) as progress:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xinfer_vk.cache import KV_BYTES
-from xinfer_vk.engine.metrics import format_bytes, format_rate, format_seconds
+from xinfer_vk.engine.metrics import format_rate, format_seconds
 from xinfer_vk.sampling.params import RECOMMENDED
+from xinfer_vk.units import format_bytes
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM, GenerationResult

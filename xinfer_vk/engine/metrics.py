@@ -88,15 +88,6 @@ def format_rate(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
-def format_bytes(count: float) -> str:
-    """``47.2 MB`` (powers of ten, as file sizes are given)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def reset_peak_host_bytes() -> None:
     """Begin anew, where the system can (Linux, proc(5): clear_refs)."""
     try:

@@ -21,6 +21,7 @@ import numpy as np
 
 from xinfer_vk.errors import OutOfMemoryError, UsageError
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind
+from xinfer_vk.units import format_bytes
 from xinfer_vk.vulkan.devices import DeviceInfo, available_host_bytes
 from xinfer_vk.vulkan.guard import Guard
 from xinfer_vk.vulkan.kompute import kompute
@@ -35,16 +36,6 @@ REMEDIES = {
     BufferKind.SCRATCH: "a smaller model or prefill chunk, or another --device would fit",
 }
 OTHER_REMEDY = "another --device would fit"
-
-
-def human_bytes(count: int) -> str:
-    """ "1.2 GiB": for messages."""
-    value, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{count} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ class DeviceMemory:
         tensor = None
         try:
             with self._guard(
-                f"making buffer {buffer.name!r} of {human_bytes(size)}", self._remedy(buffer.kind)
+                f"making buffer {buffer.name!r} of {format_bytes(size)}", self._remedy(buffer.kind)
             ):
                 tensor = self._manager.tensor_t(zeros, kind)
         except Exception:
@@ -141,7 +132,7 @@ class DeviceMemory:
         free = self.free_bytes(mapped=mapped)
         if needed > free:
             raise OutOfMemoryError(
-                f"{what} needs {human_bytes(needed)} and {self._info.name} has {human_bytes(free)} free: "
+                f"{what} needs {format_bytes(needed)} and {self._info.name} has {format_bytes(free)} free: "
                 f"{self._remedy(kind)}"
             )
 
@@ -163,7 +154,7 @@ class DeviceMemory:
         limit, reason = min(limits, key=lambda pair: pair[0])
         if size > limit:
             raise OutOfMemoryError(
-                f"buffer {name!r} of {human_bytes(size)} is larger than {human_bytes(limit)}, {reason} on "
+                f"buffer {name!r} of {format_bytes(size)} is larger than {format_bytes(limit)}, {reason} on "
                 f"{self._info.name}: split it, or use another --device"
             )
         self.require(size, f"buffer {name!r}", kind)

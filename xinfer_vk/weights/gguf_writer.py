@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from xinfer_vk.errors import UsageError
+from xinfer_vk.units import format_bytes
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_file import ARRAY, BOOL, DEFAULT_ALIGNMENT, NUMBERS, STRING
 from xinfer_vk.weights.tensors import TensorInfo
@@ -110,8 +111,8 @@ def _require_space(folder: Path, needed: int) -> None:
     """Better told now than in an hour."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise UsageError(
-            f"{folder} has {free / 1e6:.0f} MB free and the file needs {needed / 1e6:.0f} MB: make room, or "
-            "write it elsewhere"
+            f"{folder} has {format_bytes(free)} free and the file needs {format_bytes(needed)}: make room, "
+            "or write it elsewhere"
         )
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from xinfer_vk.errors import DownloadError, UsageError
 from xinfer_vk.folders import cache_folder
+from xinfer_vk.units import format_bytes
 
 Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
 
@@ -200,8 +201,8 @@ def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DownloadError(
-            f"{folder} has {free / 1e6:.0f} MB free, the download needs {needed / 1e6:.0f} MB for a moment: "
-            "make room, or set XINFER_VK_CACHE to a folder elsewhere"
+            f"{folder} has {format_bytes(free)} free, the download needs {format_bytes(needed)} for a "
+            "moment: make room, or set XINFER_VK_CACHE to a folder elsewhere"
         )
 
 
