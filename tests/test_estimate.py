@@ -68,6 +68,21 @@ def test_of_a_model_that_is_quantized_while_it_loads(tiny_model: Path, quantize:
         assert llm.runtime.allocated_bytes == told.total_bytes
 
 
+@pytest.mark.parametrize("quantize", ["q8_0", "q4_0"])
+def test_activations_in_8_bits_take_rows_of_their_own(tiny_model: Path, quantize: str) -> None:
+    asked = {"quantize": quantize, "activations": "int8"}
+    with LLM(tiny_model, device="numpy", context=96, **asked) as llm:
+        with open_model(tiny_model) as source:
+            told = Estimator(source, NUMPY_PROFILE, **asked).estimate(96, 1, "f16")
+            exact = Estimator(source, NUMPY_PROFILE, quantize).estimate(96, 1, "f16")
+        llm.generate([5, 6, 7], max_new_tokens=2)
+        assert llm.runtime.allocated_bytes == told.total_bytes > exact.total_bytes
+    command = ("estimate", str(tiny_model), "-d", "numpy", "--activations", "int8", "--json")
+    record = json.loads(xinfer(*command, "--quantize", quantize, "-c", "96").stdout)
+    assert (record["total_bytes"], record["activations"]) == (told.total_bytes, "int8")
+    assert_one_error(xinfer(*command), 2, "activations in int8 need weights in q8_0")
+
+
 def write_holes(folder: Path) -> Path:
     """A checkpoint of Qwen2.5-0.5B's shape whose data are a hole in the file."""
     header, at = {}, 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.options import KV_DTYPES, QUANTIZE_TYPES
+from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, UsageError
@@ -40,6 +40,7 @@ DEFAULT_CONTEXT = 4096
     help="Number format of the KV cache.",
 )
 @click.option("--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate.")
+@ACTIVATIONS_OPTION
 @click.option("--device", "-d", help="Only this one: an index or a part of its name. [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -49,6 +50,7 @@ def command(
     batch: int,
     kv_dtype: str,
     quantize: str | None,
+    activations: str,
     device: str | None,
     as_json: bool,
 ) -> None:
@@ -88,9 +90,15 @@ def command(
         chosen = choose_device(device, None if device else found).device if device or found else None
         devices = found if device is None else [chosen] if chosen is not None else []
         profile = NUMPY_PROFILE if chosen is None else chosen.profile(chosen.features)
-        figures = Estimator(source, profile, quantize).estimate(context, batch, kv_dtype)
-        fits = [fit(source, d, quantize, context, batch, kv_dtype) for d in devices]
-    asked = {"context": context, "batch": batch, "kv_dtype": kv_dtype, "quantize": quantize}
+        figures = Estimator(source, profile, quantize, activations).estimate(context, batch, kv_dtype)
+        fits = [fit(source, d, context, batch, kv_dtype, quantize, activations) for d in devices]
+    asked = {
+        "context": context,
+        "batch": batch,
+        "kv_dtype": kv_dtype,
+        "quantize": quantize,
+        "activations": activations,
+    }
     if as_json:
         say_json(_record(source, profile.name, asked, figures, fits))
     else:
@@ -124,12 +132,13 @@ def _record(
 def _print(
     source: ModelSource, device: str, asked: dict[str, Any], figures: Estimate, fits: list[Fit]
 ) -> None:
-    from xinfer_vk.engine.metrics import format_bytes
+    from xinfer_vk.units import format_bytes
 
     c, f = source.config, figures
     quantized = f", quantized to {asked['quantize']}" if asked["quantize"] else ""
+    rounded = ", int8 activations" if asked["activations"] == "int8" else ""
     batch = f"{asked['batch']} × {asked['context']} tokens"
-    say(f"{source.name} ({c.architecture}{quantized}), {batch}, on {device}")
+    say(f"{source.name} ({c.architecture}{quantized}{rounded}), {batch}, on {device}")
     value_bytes = f.kv_bytes / (2 * c.layers * c.kv_heads * c.head_dim * f.kv_tokens)
     formula = (
         f" = 2 · {c.layers} layers · {c.kv_heads} KV heads · {c.head_dim} head dim · {f.kv_tokens} tokens · "

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from xinfer_vk.engine.llm import PREFILL_CHUNK
-from xinfer_vk.engine.runner import ModelRunner, make_runner
+from xinfer_vk.engine.runner import ModelRunner, check_int8, make_runner
 from xinfer_vk.errors import OutOfMemoryError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import DecoderWeights
@@ -93,9 +93,16 @@ class Estimate:
 class Estimator:
     """Estimates of one model on devices of one profile."""
 
-    def __init__(self, source: ModelSource, profile: DeviceProfile, quantize: str | None = None) -> None:
-        """``source`` without tensors: of a shape. Raises :class:`ModelError` for a tensor that is missing or
-        has another shape, and :class:`UsageError` for a model that is quantized already."""
+    def __init__(
+        self,
+        source: ModelSource,
+        profile: DeviceProfile,
+        quantize: str | None = None,
+        activations: str = "f32",
+    ) -> None:
+        """``source`` without tensors: of a shape. ``quantize`` and ``activations`` are those of an LLM.
+        Raises :class:`ModelError` for a tensor that is missing or has another shape, and :class:`UsageError`
+        for a model that is quantized already or whose weights have no products in 8 bits."""
         self.profile, self.config = profile, source.config
         if quantize is not None:
             check_type(quantize)
@@ -106,6 +113,9 @@ class Estimator:
                 source, _ = quantized(source, quantize)
             planner = WeightPlanner(source, profile)
         self.weights: DecoderWeights = family(self.config.architecture).load(planner, self.config)
+        if activations == "int8":
+            check_int8(self.weights, self.config.experts is not None)
+        self.activations = activations
         self.weight_bytes = planner.total_bytes
 
     def estimate(self, context: int, batch: int, kv_dtype: str) -> Estimate:
@@ -154,7 +164,7 @@ class Estimator:
         runtime = CountingRuntime(self.profile)
         runner = make_runner(
             runtime, self.config, self.weights, kv_dtype, capacity=context, sequences=batch,
-            total=context * batch, max_tokens=PREFILL_CHUNK,
+            total=context * batch, max_tokens=PREFILL_CHUNK, activation_dtype=self.activations,
         )  # fmt: skip
         return runtime, runner
 
@@ -175,10 +185,16 @@ class Fit:
 
 
 def fit(
-    source: ModelSource, device: DeviceInfo, quantize: str | None, context: int, batch: int, kv_dtype: str
+    source: ModelSource,
+    device: DeviceInfo,
+    context: int,
+    batch: int,
+    kv_dtype: str,
+    quantize: str | None = None,
+    activations: str = "f32",
 ) -> Fit:
     """Whether a model fits a device as it is now. Raises as :class:`Estimator` does."""
-    estimator = Estimator(source, device.profile(device.features), quantize)
+    estimator = Estimator(source, device.profile(device.features), quantize, activations)
     free = device.heap_free_bytes(mapped=device.unified_memory)
     if device.is_cpu and (available := available_host_bytes()) is not None:
         free = min(free, available)
