@@ -205,7 +205,7 @@ def test_what_kompute_would_wrap_at_4_gib_is_refused(fresh):
     huge = replace(fresh.info, max_storage_range_bytes=1 << 40, max_allocation_bytes=1 << 40)
     fresh._memory._info = huge
     for count in (1 << 30, (1 << 30) + 1):
-        with pytest.raises(OutOfMemoryError, match=r"'wraps' of 4\.0 GiB is larger than .* a Kompute buffer"):
+        with pytest.raises(OutOfMemoryError, match=r"'wraps' of 4\.3 GB is larger than .* a Kompute buffer"):
             fresh.allocate("wraps", count, BufferKind.KV)
 
 
@@ -213,7 +213,7 @@ def test_what_kompute_would_wrap_at_4_gib_is_refused(fresh):
 def test_what_the_device_cannot_bind_or_give_is_refused_before_kompute_sees_it(fresh, limit):
     fresh._memory._info = replace(fresh.info, **{limit: 4096})
     fresh.allocate("fits", 1024, BufferKind.WEIGHTS)
-    with pytest.raises(OutOfMemoryError, match=r"'large' of 4\.0 KiB is larger than 4\.0 KiB, the most"):
+    with pytest.raises(OutOfMemoryError, match=r"'large' of 4\.1 kB is larger than 4\.1 kB, the most"):
         fresh.allocate("large", 1025, BufferKind.WEIGHTS)
 
 
@@ -232,10 +232,10 @@ def test_more_than_is_free_is_refused_with_both_sizes_and_what_helps(fresh, kind
     fresh._memory._info = small_heap(fresh, fresh._memory._heap_bytes[heap] + (1 << 20))
     fresh.allocate("half", 1 << 17, kind)
     with pytest.raises(
-        OutOfMemoryError, match=rf"'rest' needs 1\.0 MiB and .* has 512\.0 KiB free: .*{remedy}"
+        OutOfMemoryError, match=rf"'rest' needs 1\.0 MB and .* has 524\.3 kB free: .*{remedy}"
     ):
         fresh.allocate("rest", 1 << 18, kind)
-    with pytest.raises(OutOfMemoryError, match=r"the model needs 2\.0 GiB and .* has 512\.0 KiB free"):
+    with pytest.raises(OutOfMemoryError, match=r"the model needs 2\.1 GB and .* has 524\.3 kB free"):
         fresh.require_free(2 << 30, "the model", kind)
     fresh.require_free(1 << 19, "the model", kind)
 
@@ -244,7 +244,7 @@ def test_a_cpu_device_has_no_more_than_the_machine(fresh, monkeypatch):
     if not fresh.info.is_cpu:
         pytest.skip("a device with memory of its own")
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 1 << 20)
-    with pytest.raises(OutOfMemoryError, match=r"has 1\.0 MiB free"):
+    with pytest.raises(OutOfMemoryError, match=r"has 1\.0 MB free"):
         fresh.allocate("b", 1 << 19, BufferKind.SCRATCH)
 
 
@@ -688,10 +688,24 @@ def test_wrong_arguments_are_refused(device, monkeypatch):
         KomputeRuntime(99)
     with pytest.raises(DeviceError, match="cannot be used: it is old"):
         KomputeRuntime(replace(device.info, rejected="it is old"))
-    monkeypatch.setenv("XINFER_VK_STEPS_PER_SUBMIT", "some")
-    with pytest.raises(UsageError, match="XINFER_VK_STEPS_PER_SUBMIT 'some': it must be a number"):
+    monkeypatch.setenv("XINFER_VK_MEMORY", "none")
+    with pytest.raises(UsageError, match="XINFER_VK_MEMORY 'none'"):
         KomputeRuntime(device.info)
-    monkeypatch.setenv("XINFER_VK_STEPS_PER_SUBMIT", "")
+
+
+@pytest.mark.parametrize(("name", "least"), [("XINFER_VK_STEPS_PER_SUBMIT", 1), ("XINFER_VK_POLL_US", 0)])
+def test_a_number_of_the_environment_is_checked(device, monkeypatch, name, least):
+    """The layer itself would take what is no number for 0, and a negative one for centuries."""
+    for text in ("some", "20ms", "1e3", "-1", " ", "99999999999999999999", *(["0"] if least else [])):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(UsageError, match=rf"{name} '{text}': it must be a whole number from {least} to"):
+            KomputeRuntime(device.info)
+    for text in ("", "50"):
+        monkeypatch.setenv(name, text)
+        KomputeRuntime(device.info).close()
+
+
+def test_so_is_where_memory_lies(device, monkeypatch):
     monkeypatch.setenv("XINFER_VK_MEMORY", "none")
     with pytest.raises(UsageError, match="XINFER_VK_MEMORY 'none'"):
         KomputeRuntime(device.info)

@@ -27,6 +27,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, Usa
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
 ABI_VERSION = 2  # of layer.c
+MOST_NUMBER = 10**9  # that a variable may hold: a thousand times that fits 64 bits
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
 FEATURES = (
@@ -134,6 +135,17 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": res
     "cache_data": (_i32, (_u64, _pointer, ctypes.POINTER(ctypes.c_size_t))),
     "inject": (_i32, (ctypes.c_char_p, _u32, _i32)),
 }
+
+
+def environment_number(name: str, least: int) -> int | None:
+    """The whole number that a variable of the environment holds; None where it is empty or not set. Raises
+    :class:`UsageError` for anything else."""
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= MOST_NUMBER):
+        raise UsageError(f"{name} {text!r}: it must be a whole number from {least} to {MOST_NUMBER}")
+    return int(text)
 
 
 @lru_cache

@@ -90,6 +90,7 @@ class KomputeRuntime:
         if memory not in MEMORY_CHOICES:
             raise UsageError(f"{named} {memory!r}: it is one of {', '.join(MEMORY_CHOICES)}")
         steps_per_submit = _steps_per_submit(steps_per_submit)
+        companion.environment_number("XINFER_VK_POLL_US", least=0)  # the layer, which reads it, cannot refuse
         self.info = _device_info(device)
         if self.info.rejected:
             raise DeviceError(f"{self.info.name} cannot be used: {self.info.rejected}")
@@ -308,13 +309,9 @@ def _device_info(device: DeviceInfo | int) -> DeviceInfo:
 
 
 def _steps_per_submit(given: int | None) -> int | None:
-    text = os.environ.get("XINFER_VK_STEPS_PER_SUBMIT", "")
-    if given is None and text:
-        try:
-            given = int(text)
-        except ValueError as error:
-            raise UsageError(f"XINFER_VK_STEPS_PER_SUBMIT {text!r}: it must be a number") from error
-    if given is not None and given < 1:
+    if given is None:
+        return companion.environment_number("XINFER_VK_STEPS_PER_SUBMIT", least=1)
+    if given < 1:
         raise UsageError(f"steps per submit is {given}: it must be at least 1")
     return given
 

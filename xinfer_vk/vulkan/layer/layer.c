@@ -448,7 +448,7 @@ static void physical_properties(Instance *instance, VkPhysicalDevice physical, D
     /* A CPU device wants the core that polling would keep busy. */
     bool cpu = properties.properties.deviceType == VK_PHYSICAL_DEVICE_TYPE_CPU;
     const char *poll = getenv("XINFER_VK_POLL_US");
-    d->poll_ns = poll ? strtoull(poll, NULL, 10) * 1000 : cpu ? 0 : 20000000;
+    d->poll_ns = poll && *poll ? strtoull(poll, NULL, 10) * 1000 : cpu ? 0 : 20000000;
     GetPhysicalDeviceMemoryProperties(physical, &d->memory);
 }
 
