@@ -123,7 +123,7 @@ def test_experts_on_matrix_units_give_the_same_logits() -> None:
     lanes = [
         dict(step.kernel.spec)["local_size"]
         for step in model.runner.last_plan.steps
-        if step.kernel.name == "matvec.bf16.experts"
+        if step.kernel.name == "matvec.bf16.shared.experts"
     ]
     assert lanes == [256, 64] * 2
 

@@ -21,7 +21,7 @@ from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Part, Ref
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words
-from xinfer_vk.kernels.matmul import EPILOGUES, PAIRED, Choice, linear
+from xinfer_vk.kernels.matmul import EPILOGUES, PAIRED, Choice, linear, variants
 from xinfer_vk.kernels.unpack import unpack, unpack_rows
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Step
 from xinfer_vk.reference import NumpyRuntime
@@ -78,8 +78,8 @@ class Setup:
         """The kernel, where it is another module's."""
         return None
 
-    def run(self, rt: Any, profile: DeviceProfile) -> np.ndarray:
-        """The words of y after the product, with a frame of poison around."""
+    def run(self, rt: Any, profile: DeviceProfile, variant: str | None = None) -> np.ndarray:
+        """The words of y after the product, with a frame of poison around. ``variant``: of the kernel."""
         p = self.product
         y_stride = p.width + 1 + p.gap
         buffers: list[Buffer] = []
@@ -115,7 +115,7 @@ class Setup:
             steps = split_halves(x, x_stride, p.cols, halves, p.tokens, state, p.count)
         steps += linear(
             profile, p.fmt, parts, p.cols, x, x_stride, y, y_stride, p.tokens, state, bias, p.epilogue,
-            p.count, halves=halves, choice=self.choice(profile),
+            p.count, halves=halves, choice=self.choice(profile), variant=variant,
         )  # fmt: skip
         assert len(steps) == len(parts) + p.halves
         run(rt, steps)
@@ -169,10 +169,10 @@ def run(rt: Any, steps: list[Step]) -> None:
         recorded.release()
 
 
-def check(product: Product, rt: Any, profile: DeviceProfile) -> None:
+def check(product: Product, rt: Any, profile: DeviceProfile, variant: str | None = None) -> None:
     setup = Setup(product)
     want, tolerance = setup.expected()
-    got = setup.run(rt, profile)
+    got = setup.run(rt, profile, variant)
     error = np.abs(got - want) / tolerance
     assert np.all(error <= 1), (
         f"{product}: {np.count_nonzero(~(error <= 1))} of {error.size} values are wrong, "
@@ -241,6 +241,53 @@ def test_products_on_matrix_units_are_as_exact_as_f32(fmt: str, runtime: Any) ->
                 Product(fmt, 70, whole_blocks(fmt, 64), 16, 13, epilogue, True, halves=True), runtime, profile
             )
         check(Product(fmt, 130, whole_blocks(fmt, 4096), 70, 70, halves=True, gap=1), runtime, profile)
+
+
+WAYS = [(fmt, "matvec 64 subgroup x16") for fmt in FORMATS] + [
+    (fmt, name) for fmt in ("f32", "f16", "q4_1") for name in ("matvec 64 subgroup", "matvec 64 x16")
+]
+
+
+@pytest.mark.parametrize(("fmt", "name"), WAYS)
+def test_other_ways_to_use_matvec_equal_float64(fmt: str, name: str, runtime: Any) -> None:
+    """Rows that end in the first and in the second group of 8 of a workgroup, columns that end a run of units
+    early, rows of x that begin anywhere, unused rows, and epilogues that read what is there."""
+    profile = replace(runtime.profile, simd=False)
+    for rows, tokens, used, i, epilogue, gap in (
+        (257, 1, 1, 7, "store", 0), (33, 1, 1, 6, "swiglu", 0), (74, 3, 3, 4, "add", 1),
+        (8, 8, 5, 5, "store", 0),
+    ):  # fmt: skip
+        rows += rows % 2 if epilogue in PAIRED else 0
+        product = Product(fmt, rows, cols_for(fmt, i), tokens, used, epilogue, bias=tokens == 3, gap=gap)
+        assert name in variants(profile, fmt, product.cols, tokens, gap == 0)
+        check(product, runtime, profile, name)
+        if tokens == 3:
+            check(replace(product, splits=(24,)), runtime, profile, name)
+
+
+@pytest.mark.parametrize("lanes", (64, 128, 256))
+def test_matvec_reduces_by_subgroup_for_any_number_of_them(lanes: int, runtime: Any) -> None:
+    profile = replace(runtime.profile, simd=False)
+    for fmt, cols in (("q4_1", 4864), ("f16", 4866)):
+        check(Product(fmt, 17, cols, 1, 1), runtime, profile, f"matvec {lanes} subgroup")
+        check(Product(fmt, 17, cols, 2, 2), runtime, profile, f"matvec {lanes} subgroup x16")
+
+
+def test_subgroups_reduce_only_where_they_are_whole_and_full() -> None:
+    full = frozenset({"subgroup_shuffle", "subgroup_size_control"})
+    on_gpu = replace(NumpyRuntime().profile, simd=False, subgroup_size=32, features=full)
+
+    def lanes(profile: DeviceProfile, tokens: int = 1) -> list[str]:
+        names = [name for name in variants(profile, "q4_0", 4096, tokens, True) if "subgroup" in name]
+        return [name.split()[1] for name in names if "x16" not in name]
+
+    assert lanes(on_gpu) == ["64", "128", "256"] == lanes(on_gpu, 8)
+    assert lanes(replace(on_gpu, subgroup_size=128)) == ["128", "256"]
+    assert not lanes(replace(on_gpu, subgroup_size=1))
+    for missing in full:
+        assert not lanes(replace(on_gpu, features=full - {missing}))
+    by_shuffles = variants(on_gpu, "q4_0", 4096, 1, True)["matvec 64 subgroup"][0]
+    assert by_shuffles.full_subgroups and dict(by_shuffles.spec)["subgroup"] == 32
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)

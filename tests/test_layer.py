@@ -99,6 +99,19 @@ def test_what_the_device_offers_is_on(fresh):
     assert fresh.profile.features >= fresh.info.features
 
 
+def test_full_subgroups_are_asked_for_where_a_kernel_needs_them_and_only_there(fresh):
+    plan, _, _ = chain(fresh, steps=1)
+    (step,) = plan.steps
+    kernel = dataclasses.replace(step.kernel, full_subgroups=True)
+    fresh.prepare(plan)
+    assert fresh._layer.counters()["pipelines_full"] == 0
+    longer = dataclasses.replace(step, kernel=kernel, groups=(2, 1, 1))  # a pipeline of its own
+    fresh.prepare(Plan("full", (longer,)))
+    assert fresh._layer.counters()["pipelines_full"] == 1
+    fresh.prepare(Plan("plain", (dataclasses.replace(step, groups=(3, 1, 1)),)))
+    assert fresh._layer.counters()["pipelines_full"] == 1
+
+
 def test_the_layer_names_the_device_that_was_opened(fresh):
     assert fresh._layer.uuid == fresh.info.uuid
 

@@ -22,6 +22,7 @@ from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.weights.device import Matrix
 
 ROWS, COLS = 40, 64
+MATRIX_UNITS = frozenset({"cooperative_matrix", "float16", "subgroup_size_control"})
 
 
 class OnDevice(Matrix):
@@ -93,6 +94,19 @@ def test_choices_are_kept_and_a_damaged_file_is_made_again(gpu, timed, tmp_path:
     assert len(timed["calls"]) == 6 * first
 
 
+def test_full_tries_what_quick_left_out_and_quick_keeps_what_full_found(gpu, timed, tmp_path: Path) -> None:
+    tune(gpu, [put(gpu)], "quick", folder=tmp_path)
+    quick = set(timed["calls"])
+    assert (1, "matvec 64 x16") not in quick and (8, "matvec 64 x16") in quick
+    timed["calls"].clear()
+    tune(gpu, [put(gpu)], "full", folder=tmp_path)
+    assert set(timed["calls"]) > quick and (1, "matvec 64 x16") in timed["calls"]
+    timed["calls"].clear()
+    for how in ("full", "quick"):
+        tune(gpu, [put(gpu)], how, folder=tmp_path)
+    assert not timed["calls"] and chosen(gpu, 1) == "matvec 128"
+
+
 def test_a_variant_that_computes_something_else_is_not_used(gpu, timed, tmp_path: Path) -> None:
     timed["results"] = {"matvec 128": 1.001, "matmul 16": np.nan}
     notes = tune(gpu, [put(gpu)], folder=tmp_path)
@@ -158,7 +172,7 @@ def test_every_variant_runs_and_is_right_on_the_device(runtime: Any, tmp_path: P
 
 
 def test_matrix_units_are_offered_where_there_are_some(gpu) -> None:
-    profile = replace(gpu.profile, subgroup_size=32, features=frozenset({"cooperative_matrix", "float16"}))
+    profile = replace(gpu.profile, subgroup_size=32, features=MATRIX_UNITS)
     names = list(matmul.variants(profile, "q4_k", 256, 64, True))
     assert names[0] == "default" and {"coop 16", "coop 32", "coop 64"} <= set(names)
     assert not any(n.startswith("coop") for n in matmul.variants(profile, "q4_k", 256, 1, True))

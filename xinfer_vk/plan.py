@@ -93,6 +93,8 @@ class Kernel:
     or ``"eps:f"`` (each is one 32-bit word). ``spec``: ``(name, value)`` in ``constant_id`` order.
     ``addresses``: ``(field, binding)``: that field and the one after it are the low and the high word of the
     address of the buffer bound there. Steps have zeros in them, and the runtime puts the address in.
+    ``full_subgroups``: the shader's lanes are those of subgroups, of ``DeviceProfile.subgroup_size`` each and
+    none idle. Only for devices with the feature ``subgroup_size_control``, and workgroups of whole subgroups.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Kernel:
     spec: tuple[tuple[str, int], ...]
     oracle: Callable[[OracleCall], None] = field(repr=False)
     addresses: tuple[tuple[str, str], ...] = ()
+    full_subgroups: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.params) <= MAX_PUSH_WORDS, f"{self.name}: push constants exceed 128 bytes"

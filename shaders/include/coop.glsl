@@ -30,6 +30,8 @@ shared uvec2 cells[2u * (TOKENS + ROWS) * STRIDE]; // 4 halves an element; at th
     #define MATRIX_A uint
     #define MATRIX_B uint
     #define LANES_OF_ONE 32u
+    #define SUBGROUP_OF_LANE (gl_LocalInvocationID.x / 32u)
+    #define LANE_OF_ONE (gl_LocalInvocationID.x % 32u)
 struct Sums {
     float v[8];
 };
@@ -45,7 +47,7 @@ float half_at(uint at, uint i) {
 }
 // Lane l has row l % 16 and eight columns of the 16 x 16 sums.
 Sums multiply(uint a, uint b, Sums s) {
-    const uint l = gl_LocalInvocationID.x % 32u;
+    const uint l = LANE_OF_ONE;
     for (uint i = 0u; i < 8u; i++)
         for (uint k = 0u; k < 16u; k++)
             s.v[i] += half_at(a + (l & 15u) * STRIDE, k) * half_at(b + ((l >> 4u) * 8u + i) * STRIDE, k);
@@ -57,7 +59,7 @@ Sums add(Sums a, Sums b, float factor) {
     return a;
 }
 void put(Sums s, uint at) {
-    const uint l = gl_LocalInvocationID.x % 32u;
+    const uint l = LANE_OF_ONE;
     for (uint i = 0u; i < 8u; i++)
         cells[at + ((l >> 4u) * 8u + i) * 8u + (l & 15u) / 2u][l & 1u] = floatBitsToUint(s.v[i]);
 }
@@ -75,6 +77,8 @@ void put(Sums s, uint at) {
     #define LOAD_A(m, at) coopMatLoad(m, cells, at, STRIDE, gl_CooperativeMatrixLayoutRowMajor)
     #define LOAD_B(m, at) coopMatLoad(m, cells, at, STRIDE, gl_CooperativeMatrixLayoutColumnMajor)
     #define LANES_OF_ONE (LANES / SUBGROUPS)
+    #define SUBGROUP_OF_LANE gl_SubgroupID // there are SUBGROUPS, all full: Kernel.full_subgroups
+    #define LANE_OF_ONE gl_SubgroupInvocationID
 #endif
 
 // What is decoded in one go: runs of four neighbouring columns of a quad of rows. A paired unit is two runs.
@@ -159,7 +163,7 @@ void main() {
     if (t0 >= used)
         return; // the whole workgroup: used is the same for all
     const uint lane = gl_LocalInvocationID.x;
-    const uint one = lane / LANES_OF_ONE; // subgroup
+    const uint one = SUBGROUP_OF_LANE;
     const uint blocks = (p.cols + COLUMNS - 1u) / COLUMNS;
     const uint x_first = (p.x_offset + (p.x_stride + 3u) / 4u * 4u) / 4u; // uvec4; x_stride: rows there is room for
 
@@ -236,7 +240,7 @@ void main() {
             put(sums[n], stage);
             barrier();
             const uint row0 = gl_WorkGroupID.x * ROWS + (one * ROW_PIECES + i) * 16u;
-            for (uint e = lane % LANES_OF_ONE; e < 64u; e += LANES_OF_ONE) {
+            for (uint e = LANE_OF_ONE; e < 64u; e += LANES_OF_ONE) {
                 const uint t = t0 + j * 16u + e / 4u, row = row0 + (e & 3u) * 4u;
                 const uvec2 a = cells[stage + e * 2u], b = cells[stage + e * 2u + 1u];
                 if (t < used)

@@ -72,8 +72,9 @@ def tune(
     folder: Path | None = None,
 ) -> tuple[str, ...]:
     """Find the fastest variants for ``matrices`` and put them into ``runtime.profile``; what the user should
-    be told, a line each. ``quick`` tries four numbers of rows, ``full`` all buckets; ``off`` does nothing,
-    and neither does a device with nothing to choose. ``folder``: where choices are kept."""
+    be told, a line each. ``quick`` tries four numbers of rows and the likely variants, ``full`` all of both;
+    ``off`` does nothing, and neither does a device with nothing to choose. ``folder``: where choices are
+    kept."""
     if how not in TUNE_CHOICES:
         raise UsageError(f"tune is {how!r}: it is one of {', '.join(TUNE_CHOICES)}")
     if how == "off":
@@ -92,11 +93,12 @@ def tune(
     if not shapes:
         return ()
     file = ChoiceFile(folder or optional_cache_folder("tuned"), runtime)
-    missing = [shape for shape in shapes if shape.key not in file.choices]
+    known = file.choices.keys() if how == "quick" else file.thorough
+    missing = [shape for shape in shapes if shape.key not in known]
     problems: list[str] = []
     if missing:
         try:
-            tuner = Tuner(runtime, missing)
+            tuner = Tuner(runtime, missing, how == "quick")
         except OutOfMemoryError as error:
             return (f"kernels were not tuned: {error}",)
         try:
@@ -105,6 +107,8 @@ def tune(
                     progress(done, len(missing))
                 try:
                     file.choices[shape.key] = tuner.fastest(shape, shapes[shape], file, problems)
+                    if how == "full":
+                        file.thorough.add(shape.key)
                 except KeyboardInterrupt:  # the user's doing, not the variant's
                     file.end()
                     file.save()
@@ -130,10 +134,10 @@ def _fill_buckets(tuned: dict[str, str], fmt: str, rows: int, cols: int, tried: 
 
 
 class Tuner:
-    """Times candidates. Its buffers are for the largest of ``shapes``."""
+    """Times candidates, with ``quick`` the likely ones. Its buffers are for the largest of ``shapes``."""
 
-    def __init__(self, runtime: Runtime, shapes: Sequence[Shape]) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, shapes: Sequence[Shape], quick: bool = True) -> None:
+        self._runtime, self._quick = runtime, quick
         self._buffers: list[Buffer] = []
         try:
             words = max(s.tokens * s.cols for s in shapes)
@@ -152,7 +156,7 @@ class Tuner:
     def fastest(self, shape: Shape, matrices: Sequence[Matrix], file: ChoiceFile, problems: list[str]) -> str:
         """The name of the variant. Those that fail or compute something else are told in ``problems``."""
         best, best_s, reference = "default", np.inf, np.empty(0, np.float32)
-        for name in variants(self._runtime.profile, shape.fmt, shape.cols, shape.tokens, True):
+        for name in variants(self._runtime.profile, shape.fmt, shape.cols, shape.tokens, True, self._quick):
             if file.crashed(shape, name):
                 problems.append(f"{name} for {shape.key} ended the program last time: it is not used")
                 continue
@@ -216,8 +220,8 @@ class Tuner:
 
 class ChoiceFile:
     """Choices of one device, driver and version of the shaders, as JSON: ``choices`` by
-    :attr:`Shape.key`, and ``running``, what was being tried when the file was written last, and by which
-    process."""
+    :attr:`Shape.key`; ``thorough``, the keys of those that all variants were tried for; and ``running``, what
+    was being tried when the file was written last, and by which process."""
 
     def __init__(self, folder: Path | None, runtime: Runtime) -> None:
         info: Any = getattr(runtime, "info", None)
@@ -227,6 +231,7 @@ class ChoiceFile:
         name = f"{hashlib.sha256(said.encode()).hexdigest()[:32]}.json"
         self.path = folder / name if folder else None
         self.choices: dict[str, str] = {}
+        self.thorough: set[str] = set()
         self._running: list[str | int] = []
         self._crashed: list[list[str]] = []
         self._load()
@@ -243,7 +248,10 @@ class ChoiceFile:
 
     def save(self) -> None:
         """Write the file whole. A folder that cannot be written is no error: the next start tunes again."""
-        record = {"choices": self.choices, "running": self._running, "crashed": self._crashed}
+        record = {
+            "choices": self.choices, "thorough": sorted(self.thorough), "running": self._running,
+            "crashed": self._crashed,
+        }  # fmt: skip
         if self.path is not None:
             keep(self.path, json.dumps(record, indent=1).encode())
 
@@ -253,6 +261,7 @@ class ChoiceFile:
         try:
             record = json.loads(self.path.read_text(encoding="utf-8"))
             choices, crashed, running = record["choices"], record["crashed"], record["running"]
+            thorough = set(record["thorough"])
             if not all(isinstance(v, str) for pair in choices.items() for v in pair):
                 raise ValueError("a choice that is no text")
             if not isinstance(crashed, list) or not isinstance(running, list):
@@ -262,7 +271,7 @@ class ChoiceFile:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             _log.info("ignoring %s: %s", self.path, error)
             return
-        self.choices, self._crashed = choices, crashed
+        self.choices, self.thorough, self._crashed = choices, thorough, crashed
         if len(running) == 3 and running[1] != "default" and not _runs(running[2]):
             self._crashed.append(running[:2])
 

@@ -22,7 +22,7 @@ def multiplies_halves(profile: DeviceProfile, tokens: int) -> bool:
     return (
         not profile.simd
         and tokens >= MIN_TOKENS
-        and {"cooperative_matrix", "float16"} <= profile.features
+        and {"cooperative_matrix", "float16", "subgroup_size_control"} <= profile.features
         and profile.subgroup_size in (16, 32, 64)
         and profile.max_workgroup_invocations >= 128
     )

@@ -20,6 +20,7 @@ The same shaders multiply by the experts of a mixture: :mod:`xinfer_vk.kernels.e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeAlias
@@ -47,8 +48,8 @@ NO_EXPERTS = {"expert_words": 0, "first_expert": 0, "experts": 0, "per_token": 1
 
 # matmul_simd: 8 lanes hold 32 rows.
 SIMD_LANES, SIMD_ROWS, SIMD_TOKENS = 8, 32, 8
-# matvec: a workgroup computes 8 rows. Enough lanes that every one has about 4 words of a row to load.
-MATVEC_LANES, MATVEC_ROWS, MATVEC_TOKENS = (64, 128, 256), 8, 8
+# matvec: a workgroup computes groups of 8 rows. Enough lanes that each has about 4 words of a row to load.
+MATVEC_LANES, MATVEC_GROUPS, MATVEC_TOKENS = (64, 128, 256), (1, 2), 8
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
 # matmul: a workgroup computes 64 rows of up to 64 tokens, each lane 4 rows of TILE / 16 tokens.
 TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
@@ -122,7 +123,9 @@ def _kernel(family: str, fmt: str, variant: str, spec: tuple[tuple[str, int], ..
     variant = f".{variant}" if variant else ""
     name, shader = f"{family}.{fmt}{variant}", f"{family}.{shader_fmt}{variant}"
     read_x = _halves if family in SPLIT_FAMILIES else _x
-    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, oracle_of(fmt, read_x))
+    full = family == "matmul_coop" or (family == "matvec" and variant == ".subgroup")
+    oracle = oracle_of(fmt, read_x)
+    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, oracle, full_subgroups=full)
 
 
 def up_to(tokens: int, sizes: Sequence[int]) -> int:
@@ -146,13 +149,45 @@ def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> Choic
 
 
 def _matvec(
-    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, lanes: int = 0
-) -> Choice:
+    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool,
+    lanes: int = 0, groups: int = 1, reduce: str = "shared",
+) -> Choice:  # fmt: skip
+    """``lanes`` in a workgroup of ``8 groups`` rows, 0 for what suits the columns. ``reduce``: how their sums
+    are added up, "shared" or "subgroup" (:func:`reduces_by_subgroup`)."""
     tile = up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
     lanes = lanes or up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
-    lanes = min(lanes, MATVEC_SHARED // tile)  # a vec4 a lane and token
-    spec = (("local_size", lanes), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
-    return _kernel("matvec", fmt, "", spec), MATVEC_ROWS, tile
+    spec = [("tokens", tile), ("aligned", int(aligned)), ("experts", 0), ("row_groups", groups)]
+    if reduce == "subgroup":
+        spec.append(("subgroup", profile.subgroup_size))
+    else:
+        lanes = min(lanes, MATVEC_SHARED // (tile * groups))  # a vec4 a lane, token and group
+    return _kernel("matvec", fmt, reduce, (("local_size", lanes), *spec)), 8 * groups, tile
+
+
+def reduces_by_subgroup(profile: DeviceProfile, lanes: int, sums: int) -> bool:
+    """Whether the lanes of a matvec workgroup can add up ``sums`` vec4s each by shuffles: they are whole
+    subgroups, full ones, and what is left of each, two vec4s a sum, fits into shared memory."""
+    return (
+        {"subgroup_shuffle", "subgroup_size_control"} <= profile.features
+        and 4 <= profile.subgroup_size <= lanes
+        and lanes % profile.subgroup_size == 0
+        and 2 * lanes // profile.subgroup_size * sums <= MATVEC_SHARED
+    )
+
+
+def _matvecs(
+    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, quick: bool
+) -> dict[str, Choice]:
+    """Every way to use matvec, by name; those that ran first on a GPU come first. ``quick``: without those
+    that hardly ever win: 16 rows for one token, whose x is no burden, and many lanes for several tokens."""
+    found, tile = {}, up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
+    for groups, reduce, lanes in itertools.product(MATVEC_GROUPS, ("shared", "subgroup"), MATVEC_LANES):
+        by_subgroup, rare = reduce == "subgroup", groups > 1 if tokens == 1 else lanes > 128
+        if (by_subgroup and not reduces_by_subgroup(profile, lanes, tile * groups)) or (quick and rare):
+            continue
+        name = f"matvec {lanes}" + (" subgroup" if by_subgroup else "") + (" x16" if groups > 1 else "")
+        found[name] = _matvec(profile, fmt, cols, tokens, aligned, lanes, groups, reduce)
+    return found
 
 
 def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool, most: int = 64) -> Choice:
@@ -185,15 +220,17 @@ def choose_halves(profile: DeviceProfile, fmt: str, tokens: int) -> Choice:
     return _coop(profile, fmt, up_to(tokens, fitting))
 
 
-def variants(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> dict[str, Choice]:
+def variants(
+    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, quick: bool = False
+) -> dict[str, Choice]:
     """Every kernel that can make products of ``tokens`` rows of x, by name, the one of :func:`choose` first.
-    Those whose name begins with "coop" take x in halves (:mod:`xinfer_vk.kernels.halves`)."""
+    Those whose name begins with "coop" take x in halves (:mod:`xinfer_vk.kernels.halves`). ``quick``: only
+    those that are worth the time of trying them all."""
     found = {"default": choose(profile, fmt, cols, tokens, aligned)}
     if profile.simd:
         return found
     if tokens <= MATVEC_TOKENS:
-        for lanes in MATVEC_LANES:
-            found[f"matvec {lanes}"] = _matvec(profile, fmt, cols, tokens, aligned, lanes)
+        found |= _matvecs(profile, fmt, cols, tokens, aligned, quick)
     else:
         for most in TILE_TOKENS:
             found[f"matmul {most}"] = _matmul(profile, fmt, tokens, aligned, most)

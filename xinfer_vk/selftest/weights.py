@@ -19,10 +19,10 @@ from xinfer_vk.kernels.layout import (
     row_words,
     scale_words,
 )
-from xinfer_vk.kernels.matmul import PAIRED, linear
+from xinfer_vk.kernels.matmul import PAIRED, linear, variants
 from xinfer_vk.kernels.matmul_a8 import choose as choose_a8
 from xinfer_vk.kernels.quantize_rows import quantize, quantized_words
-from xinfer_vk.plan import BufferKind, Step
+from xinfer_vk.plan import BufferKind, DeviceProfile, Step
 from xinfer_vk.selftest.batch import Batch
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
 
@@ -100,9 +100,10 @@ def _embed(fmt: str) -> Build:
 
 def _linear(
     fmt: str, used: int, tokens: int, epilogue: str, bias: bool, bounds: tuple[int, ...],
-    halves: bool = False, int8: bool = False,
+    halves: bool = False, int8: bool = False, variant: str | None = None,
 ) -> Build:  # fmt: skip
-    """``halves``: on matrix units; ``int8``: products of integers, with ``x`` in 8 bits."""
+    """``halves``: on matrix units; ``int8``: products of integers, with ``x`` in 8 bits; ``variant``: of the
+    kernel, as the tuner names it."""
     cols, count = (256 if fmt in SUPER_FORMATS else 96), "outputs" if tokens == 1 else "tokens"
 
     def build(bench: Bench) -> list[Step]:
@@ -131,11 +132,33 @@ def _linear(
             steps = split_halves(Ref(x_buffer), x_stride, cols, split, tokens, state, count)
         return steps + linear(
             bench.profile, fmt, parts, cols, Ref(x_buffer), x_stride, Ref(y, 1), y_stride, tokens,
-            state, Ref(biases, 2) if bias else None, epilogue, count, halves=split,
+            state, Ref(biases, 2) if bias else None, epilogue, count, halves=split, variant=variant,
             choice=choose_a8(bench.profile, fmt, cols, tokens) if int8 else None,
         )  # fmt: skip
 
     return build
+
+
+# Variants that only a tuner chooses.
+VARIANTS = (
+    ("matvec 64 subgroup", "added up by subgroup", 1, 1),
+    ("matvec 128 subgroup x16", "added up by subgroup, 16 in a workgroup", 5, 8),
+)
+
+
+def _variant_cases() -> list[Case]:
+    """On CPU devices, too, which have no use for them but can show that they are right."""
+    cases: list[Case] = []
+    for (name, means, used, tokens), fmt in itertools.product(VARIANTS, ("q4_0", "f16")):
+
+        def applies(profile: DeviceProfile, name: str = name, tokens: int = tokens) -> bool:
+            return name in variants(dataclasses.replace(profile, simd=False), "q4_0", 96, tokens, True)
+
+        build = _linear(fmt, used, tokens, "store", False, (0, 76), variant=name)
+        variant = f"{fmt}, {used} of {tokens} rows, {means}"
+        (case,) = kernel_cases("linear", variant, build, PRODUCT, classes=("as on a GPU",))
+        cases.append(dataclasses.replace(case, applies=applies, quick=True))
+    return cases
 
 
 def _cases() -> list[Case]:
@@ -156,6 +179,7 @@ def _cases() -> list[Case]:
             dataclasses.replace(case, applies=lambda profile: multiplies_halves(profile, 64))
             for case in kernel_cases("linear", f"{fmt}, 33 of 64 rows, on matrix units", build, PRODUCT)
         ]
+    cases += _variant_cases()
     for fmt in ("q8_0", "q4_0", "q4_1", "int4_g128", "int8_g32"):
         for used, tokens, epilogue, bias, bounds in (
             (1, 1, "store", True, (0, 70)), (5, 8, "add", False, (0, 32, 67)),

@@ -26,7 +26,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, Usa
 
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
-ABI_VERSION = 2  # of layer.c
+ABI_VERSION = 3  # of layer.c
 MOST_NUMBER = 10**9  # that a variable may hold: a thousand times that fits 64 bits
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
@@ -83,6 +83,7 @@ COUNTERS = (
     "peak_bytes",
     "allocations",
     "pipelines",
+    "pipelines_full",
     "submit_ns",
     "wait_ns",
 )
@@ -125,6 +126,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": res
     "take_failure": (_i32, (_u64, _pointer)),
     "next_is_independent": (None, (_u64,)),
     "next_is_read_back": (None, (_u64,)),
+    "next_subgroups_full": (None, (_u64,)),
     "newest_address": (_u64, (_u64,)),
     "cached_type": (_u32, (_pointer, _pointer, _u32, _u32, _u32)),
     "set_barriers": (None, (_u64, _i32)),
@@ -265,6 +267,10 @@ class DeviceLayer:
     def next_is_read_back(self) -> None:
         """The next mapped memory is for what the host reads: let it be cached, where there is such."""
         self._library.xinfer_next_is_read_back(self._id)
+
+    def next_subgroups_full(self) -> None:
+        """The shader of the next pipeline needs subgroups with all their lanes (see ``Kernel``)."""
+        self._library.xinfer_next_subgroups_full(self._id)
 
     def newest_address(self) -> int:
         """The device address of the buffer made last; 0 where buffers have none (feature buffer_address)."""

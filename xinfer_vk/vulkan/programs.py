@@ -17,6 +17,7 @@ import numpy as np
 from xinfer_vk.errors import DeviceError
 from xinfer_vk.plan import Buffer, Kernel, Step
 from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.memory import DeviceMemory
 
 SPIRV = Path(__file__).resolve().parent.parent / "spirv"
@@ -101,8 +102,10 @@ def _bound(step: Step) -> tuple[Buffer, ...]:
 class Programs:
     """The algorithms of one Kompute manager."""
 
-    def __init__(self, manager: Any, memory: DeviceMemory, guard: Guard) -> None:
-        self._manager, self._memory, self._guard = manager, memory, guard
+    def __init__(
+        self, manager: Any, memory: DeviceMemory, guard: Guard, layer: DeviceLayer | None = None
+    ) -> None:
+        self._manager, self._memory, self._guard, self._layer = manager, memory, guard, layer
         self._shaders = ShaderLibrary()
         self._algorithms: dict[_Key, Any] = {}
         self.made = 0  # pipelines so far
@@ -128,6 +131,8 @@ class Programs:
             spec = np.array([value for _, value in kernel.spec], np.uint32)
             tensors = [self._memory.bound_tensor(buffer) for buffer in _bound(step)]
             with self._guard(f"compiling {kernel.name}"):
+                if kernel.full_subgroups and self._layer is not None:
+                    self._layer.next_subgroups_full()
                 algorithm = self._manager.algorithm(
                     tensors, code, step.groups, spec, np.zeros(len(kernel.params), np.uint32)
                 )

@@ -107,7 +107,7 @@ class KomputeRuntime:
         self._guard = Guard(self._layer)
         discrete = memory == "discrete" or (memory == "auto" and not self.info.unified_memory)
         self._memory = DeviceMemory(self._manager, self.info, self._guard, self._layer, discrete=discrete)
-        self._programs = Programs(self._manager, self._memory, self._guard)
+        self._programs = Programs(self._manager, self._memory, self._guard, self._layer)
         self._recorder = Recorder(self._manager, self._programs, self._layer, self._guard, steps_per_submit)
         self._transfers = Transfers(self._memory, self._recorder)
         self._cache = self._open_pipeline_cache()

@@ -30,7 +30,7 @@
 #include <vulkan/vk_layer.h>
 #include <vulkan/vulkan.h>
 
-#define ABI_VERSION 2 /* layer.py refuses a library that says otherwise: raise both together */
+#define ABI_VERSION 3 /* layer.py refuses a library that says otherwise: raise both together */
 #define EXPORT __attribute__((visibility("default")))
 
 /* Headers before 1.3.255 (Debian 12) lack VK_KHR_cooperative_matrix; its numbers are the registry's. */
@@ -112,7 +112,7 @@ typedef struct {
     uint64_t dispatches_recorded, barriers_recorded, barriers_dropped;
     uint64_t dispatches_run, barriers_run, submits;
     uint64_t bytes, peak_bytes, allocations;
-    uint64_t pipelines;
+    uint64_t pipelines, pipelines_full; /* the latter with full subgroups */
     uint64_t submit_ns, wait_ns; /* in vkQueueSubmit, in waiting for fences */
 } Counters;
 
@@ -150,6 +150,7 @@ typedef struct {
     bool barriers_off;         /* to show that validation sees their lack */
     bool next_is_independent;  /* for the next dispatch only */
     bool next_is_read_back;    /* for the next allocation only */
+    bool next_subgroups_full;  /* for the next pipeline only */
     uint32_t next_query_count; /* for the next command buffer only */
 } Device;
 
@@ -775,6 +776,13 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
     for (uint32_t i = 0; i < count; i++)
         out[i] = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkCreateComputePipelines", 0);
+    VkComputePipelineCreateInfo full;
+    if (d->next_subgroups_full && count == 1) { /* kp makes one at a time */
+        full = infos[0];
+        full.stage.flags |= VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT_EXT;
+        infos = &full;
+    }
+    d->next_subgroups_full = false;
     if (result == VK_SUCCESS)
         result = keep(d, "vkCreateComputePipelines", 0,
             d->CreateComputePipelines(handle, d->cache ? d->cache : cache, count, infos, allocator, out));
@@ -782,6 +790,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
     memset(&d->unfinished, 0, sizeof d->unfinished);
     if (result >= 0) {
         d->counters.pipelines += count;
+        d->counters.pipelines_full += infos == &full;
         return result;
     }
     d->DestroyPipelineCache(handle, u.cache, NULL); /* null is fine for each of these */
@@ -1145,6 +1154,16 @@ EXPORT void xinfer_next_is_read_back(uint64_t id)
     Device *d = device_by_id(id);
     if (d)
         d->next_is_read_back = true;
+}
+
+/* Said before the next pipeline is made: its shader counts on it that all subgroups have all their lanes (and
+ * the device's subgroup size, which without VK_..._ALLOW_VARYING_SUBGROUP_SIZE they have anyway). Only where
+ * FEATURE_SUBGROUP_SIZE_CONTROL is on, and for workgroups of whole subgroups. */
+EXPORT void xinfer_next_subgroups_full(uint64_t id)
+{
+    Device *d = device_by_id(id);
+    if (d)
+        d->next_subgroups_full = (d->features & FEATURE_SUBGROUP_SIZE_CONTROL) != 0;
 }
 
 /* The address of the buffer that was bound to memory last, for shaders; 0 if buffers have none. */
