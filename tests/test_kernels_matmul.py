@@ -265,6 +265,25 @@ def test_other_ways_to_use_matvec_equal_float64(fmt: str, name: str, runtime: An
             check(replace(product, splits=(24,)), runtime, profile, name)
 
 
+MATMULS = [(fmt, "matmul 32 double") for fmt in FORMATS] + [
+    (fmt, name) for fmt in ("f32", "f16", "q4_k") for name in ("matmul 64 ahead", "matmul 64 x128")
+]
+
+
+@pytest.mark.parametrize(("fmt", "name"), MATMULS)
+def test_other_ways_to_use_matmul_equal_float64(fmt: str, name: str, runtime: Any) -> None:
+    """One slice of 32 columns, two, an odd number and one that is not whole; rows that end in the first and
+    in the second 64 of a workgroup; more tokens than a tile, and unused ones."""
+    profile = replace(runtime.profile, simd=False)
+    for rows, tokens, used, i, epilogue in (
+        (150, 33, 33, 5, "store"), (65, 64, 40, 0, "add"), (74, 64, 9, 2, "swiglu"), (7, 70, 70, 7, "store"),
+    ):  # fmt: skip
+        product = Product(fmt, rows, cols_for(fmt, i), tokens, used, epilogue, bias=epilogue == "add")
+        assert name in variants(profile, fmt, product.cols, tokens, True)
+        check(product, runtime, profile, name)
+    check(Product(fmt, 66, whole_blocks(fmt, 96), 65, 33, gap=1), runtime, profile, name)
+
+
 @pytest.mark.parametrize("lanes", (64, 128, 256))
 def test_matvec_reduces_by_subgroup_for_any_number_of_them(lanes: int, runtime: Any) -> None:
     profile = replace(runtime.profile, simd=False)

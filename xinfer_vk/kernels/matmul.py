@@ -51,7 +51,7 @@ SIMD_LANES, SIMD_ROWS, SIMD_TOKENS = 8, 32, 8
 # matvec: a workgroup computes groups of 8 rows. Enough lanes that each has about 4 words of a row to load.
 MATVEC_LANES, MATVEC_GROUPS, MATVEC_TOKENS = (64, 128, 256), (1, 2), 8
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
-# matmul: a workgroup computes 64 rows of up to 64 tokens, each lane 4 rows of TILE / 16 tokens.
+# matmul: a workgroup computes 64 or 128 rows of up to 64 tokens, each lane 4 or 8 rows of TILE / 16 tokens.
 TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
 # matmul_coop: a workgroup of 128 lanes computes 128 rows of up to 64 tokens.
 COOP_LANES, COOP_ROWS, COOP_TOKENS = 128, 128, (16, 32, 64)
@@ -133,10 +133,11 @@ def up_to(tokens: int, sizes: Sequence[int]) -> int:
     return next((size for size in sizes if size >= tokens), sizes[-1])
 
 
-def _tile_bytes(tokens: int) -> int:
-    """Shared memory of a matmul workgroup: a tile of W and one of x, 32 columns each, rows padded by one, and
-    where the rows of x begin."""
-    return 32 * ((TILE_ROWS // 4 + 1) * 16 + (tokens + 1) * 4) + tokens * 4
+def _tile_bytes(tokens: int, row_quads: int = 1, stages: int = 0) -> int:
+    """Shared memory of a matmul workgroup: tiles of W and x, 32 columns each, rows padded by one, and where
+    the rows of x begin."""
+    tiles = 32 * ((row_quads * TILE_ROWS // 4 + 1) * 16 + (tokens + 1) * 4)
+    return (2 if stages == 2 else 1) * tiles + tokens * 4
 
 
 def _simd(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool) -> Choice:
@@ -190,11 +191,35 @@ def _matvecs(
     return found
 
 
-def _matmul(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool, most: int = 64) -> Choice:
-    fitting = [tile for tile in TILE_TOKENS if _tile_bytes(tile) <= profile.max_shared_bytes]
+def _matmul(
+    profile: DeviceProfile,
+    fmt: str,
+    tokens: int,
+    aligned: bool,
+    most: int = 64,
+    row_quads: int = 1,
+    stages: int = 0,
+) -> Choice:
+    """Of ``64 row_quads`` rows and at most ``most`` tokens a workgroup; ``stages``: see matmul.comp."""
+    room = profile.max_shared_bytes
+    fitting = [tile for tile in TILE_TOKENS if _tile_bytes(tile, row_quads, stages) <= room]
     tile = up_to(min(tokens, most), fitting)
-    spec = (("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0))
-    return _kernel("matmul", fmt, "", spec), TILE_ROWS, tile
+    spec = (
+        ("local_size", TILE_LANES), ("tokens", tile), ("aligned", int(aligned)), ("experts", 0),
+        ("row_quads", row_quads), ("stages", stages),
+    )  # fmt: skip
+    return _kernel("matmul", fmt, "", spec), TILE_ROWS * row_quads, tile
+
+
+def _matmuls(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool, quick: bool) -> dict[str, Choice]:
+    """Every way to use matmul, by name; those that ran first on a GPU come first. ``quick``: of the others
+    only the largest tiles."""
+    found = {f"matmul {most}": _matmul(profile, fmt, tokens, aligned, most) for most in TILE_TOKENS}
+    for name, row_quads, stages in (("ahead", 1, 1), ("double", 1, 2), ("x128", 2, 1)):
+        fitting = [t for t in TILE_TOKENS if _tile_bytes(t, row_quads, stages) <= profile.max_shared_bytes]
+        for most in fitting[-1:] if quick else fitting:
+            found[f"matmul {most} {name}"] = _matmul(profile, fmt, tokens, aligned, most, row_quads, stages)
+    return found
 
 
 def _coop(profile: DeviceProfile, fmt: str, tile: int) -> Choice:
@@ -232,8 +257,7 @@ def variants(
     if tokens <= MATVEC_TOKENS:
         found |= _matvecs(profile, fmt, cols, tokens, aligned, quick)
     else:
-        for most in TILE_TOKENS:
-            found[f"matmul {most}"] = _matmul(profile, fmt, tokens, aligned, most)
+        found |= _matmuls(profile, fmt, tokens, aligned, quick)
     if multiplies_halves(profile, tokens):
         for tile in COOP_TOKENS:
             if tile < 2 * max(tokens, COOP_TOKENS[0]) and coop_bytes(tile) <= profile.max_shared_bytes:
