@@ -580,6 +580,34 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
 # -- life -----------------------------------------------------------------------------------------
 
 
+def check_mapped(rt):
+    """Kernels read what the host writes in place, the host reads in place what they wrote, and no view
+    outlives its buffer."""
+    state, result = (rt.allocate(k.value, 8, k) for k in (BufferKind.STATE, BufferKind.RESULT))
+    recorded = rt.prepare(Plan("copy", (copy_words(state, 2, result, 1, 5),)))
+    words, found = rt.mapped(state), rt.mapped(result)
+    assert len(words) == 8 and found.tolist() == [0] * 8
+    for base in (10, 0xFFFFFF00):
+        words[2:7] = np.arange(base, base + 5, dtype=np.uint32)
+        recorded.run()
+        assert found.tolist() == [0, *range(base, base + 5), 0, 0]
+        assert rt.read(state, 2, 5).tolist() == list(range(base, base + 5))
+    rt.free(result)
+    with pytest.raises(ValueError, match="released"):
+        found[0]
+    rt.close()
+    with pytest.raises(ValueError, match="released"):
+        words[0] = 1
+
+
+def test_buffers_can_be_used_in_place(fresh):
+    check_mapped(fresh)
+
+
+def test_buffers_of_numpy_can_be_used_in_place():
+    check_mapped(NumpyRuntime())
+
+
 def test_closing_is_final_and_may_be_repeated(fresh):
     plan, first, _ = chain(fresh)
     prepared = fresh.prepare(plan)
@@ -592,6 +620,7 @@ def test_closing_is_final_and_may_be_repeated(fresh):
         lambda: fresh.read(first, 0, 1),
         lambda: fresh.write(first, 0, np.zeros(1, np.uint32)),
         lambda: fresh.free(first),
+        lambda: fresh.mapped(first),
         lambda: fresh.prepare(plan),
         lambda: fresh.require_free(1, "it"),
     ):
@@ -608,6 +637,7 @@ def test_nothing_runs_on_numpy_once_it_is_closed():
         lambda: numpy.allocate("late", 8, BufferKind.SCRATCH),
         lambda: numpy.read(first, 0, 1),
         lambda: numpy.write(first, 0, np.zeros(1, np.uint32)),
+        lambda: numpy.mapped(first),
     ):
         with pytest.raises(UsageError, match="the runtime is closed"):
             use()

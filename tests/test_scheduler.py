@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 
 from xinfer_vk import LLM
+from xinfer_vk.cache import CachedSequence
+from xinfer_vk.engine.runner import Chunk, ModelRunner, make_runner
 from xinfer_vk.errors import NumericError, OutOfMemoryError, UsageError
+from xinfer_vk.kernels import state as st
 from xinfer_vk.sampling.params import SamplingParams
 
 PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 33, [100]]
@@ -43,6 +46,63 @@ def test_a_batch_on_a_device_gives_what_it_gives_alone(device: Any, tiny_model: 
                 prompt, max_new_tokens=5, ignore_eos=True, temperature=1.0, top_k=20, seed=11
             )
             assert drawn.token_ids == alone.token_ids
+
+
+def test_a_stream_of_a_closed_model_says_so(tiny_model: Path) -> None:
+    for sampling in ({}, {"temperature": 1.0, "seed": 1}):
+        with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
+            stream = llm.stream(PROMPTS[0], max_new_tokens=30, ignore_eos=True, **sampling)
+            next(stream)
+        with pytest.raises(UsageError, match="the runtime is closed"):
+            list(stream)
+
+
+def test_decode_steps_have_the_state_that_any_batch_has(llm: LLM) -> None:
+    """Most of a decode step's state is taken over from the step before. Sequences that come and go, are cut
+    back and get each other's blocks must leave nothing stale."""
+    llm.generate(PROMPTS[0], max_new_tokens=1)
+    runner = make_runner(llm.runtime, llm.config, llm.weights, "f32", capacity=128, sequences=5, total=400)
+    rng = np.random.default_rng(0)
+    open_now = [runner.cache.open() for _ in range(4)]
+    try:
+        for _ in range(300):
+            event = rng.integers(6)
+            if event == 0:
+                for sequence in open_now:
+                    runner.cache.truncate(sequence, int(rng.integers(sequence.length + 1)))
+            elif event == 1 and len(open_now) > 1:
+                runner.cache.close(open_now.pop(int(rng.integers(len(open_now)))))
+            elif event == 2 and runner.cache.has_row:
+                open_now.append(runner.cache.open())
+            elif event == 3:
+                runner._prepare([Chunk(open_now[0], [7] * 40, "last")] if open_now[0].length < 80 else [])
+            batch = [s for s in open_now if s.length < 96 and rng.integers(3)] or open_now[:1]
+            if batch[0].length >= 96:
+                runner.cache.truncate(batch[0], 3)
+            tokens = [int(t) for t in rng.integers(0, llm.config.vocab_size, len(batch))]
+            for sequence in batch:
+                runner.cache.reserve(sequence, 2)
+            runner._prepare_decode(batch, tokens)
+            got = runner._words.tolist()
+            runner._decoding = [-1]
+            runner._prepare([Chunk(s, [t]) for s, t in zip(batch, tokens)])
+            assert used(got, batch, runner) == used(runner._words.tolist(), batch, runner)
+            for sequence in batch:
+                sequence.length += int(rng.integers(1, 3))
+    finally:
+        runner.free()
+        runner.cache.free()
+
+
+def used(words: list[int], batch: list[CachedSequence], runner: ModelRunner) -> list[list[int]]:
+    """The parts of a state buffer that kernels read in a decode step."""
+    arrays = (st.TOKEN_ID, st.POSITION, st.SEQUENCE, st.SLOT, st.OUTPUT_ROW, st.TILE_START, st.TILE_COUNT)
+    tables = [st.BLOCK_TABLE + s.row * runner.cache.blocks_per_sequence for s in batch]
+    return [
+        words[:4],
+        *(words[at : at + len(batch)] for at in arrays),
+        *(words[at : at + len(s.blocks)] for at, s in zip(tables, batch)),
+    ]
 
 
 def test_more_prompts_than_rows_are_all_run_in_their_order(llm: LLM) -> None:

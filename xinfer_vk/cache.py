@@ -166,6 +166,8 @@ class KVCache:
     def reserve(self, sequence: CachedSequence, tokens: int) -> None:
         """Blocks for ``tokens`` more tokens after ``sequence.length``; nothing is taken if not all can be."""
         wanted = -(-(sequence.length + tokens) // BLOCK_TOKENS) - len(sequence.blocks)
+        if wanted <= 0:
+            return
         while wanted > self.allocator.free_blocks and self._parked:
             self._evict()
         if len(sequence.blocks) + wanted > self.blocks_per_sequence or wanted > self.allocator.free_blocks:

@@ -177,7 +177,7 @@ class Plan:
 class Recorded(Protocol):
     """A plan made ready by a runtime. ``run`` returns when the device has finished.
 
-    ``seconds``: of the last run, from the first submit to the end of the last. ``longest_step_s``: the
+    ``seconds``: of the last run, the submits and the waiting for their ends. ``longest_step_s``: the
     longest time in it of a step that was submitted by itself because it takes so long; 0 if there was none.
     """
 
@@ -225,6 +225,11 @@ class Runtime(Protocol):
 
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         """A fresh ``uint32`` copy of ``count`` words at word ``offset``, any kind."""
+
+    def mapped(self, buffer: Buffer) -> memoryview:
+        """The words of a STATE or RESULT buffer in place: what the host writes there is what the next run's
+        kernels read, and what they wrote is there after it. For what is done at every step: nothing is
+        checked or copied. Once the buffer is freed or the runtime closed, using it raises ValueError."""
 
     def prepare(
         self, plan: Plan, *, progress: Callable[[int, int], None] | None = None, timed: bool = False

@@ -34,6 +34,7 @@ class NumpyRuntime:
         self.notices: tuple[str, ...] = ()
         self._arrays: dict[Buffer, np.ndarray] = {}
         self._derived: dict[Buffer, dict[tuple[Any, ...], np.ndarray]] = {}
+        self._views: dict[Buffer, memoryview] = {}
         self._closed = False
 
     @property
@@ -57,6 +58,8 @@ class NumpyRuntime:
     def free(self, buffer: Buffer) -> None:
         if not self._closed:
             del self._arrays[buffer], self._derived[buffer]
+            if buffer in self._views:
+                self._views.pop(buffer).release()
 
     def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
         self._require_open()
@@ -66,6 +69,10 @@ class NumpyRuntime:
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         self._require_open()
         return self._arrays[buffer][offset : offset + count].copy()
+
+    def mapped(self, buffer: Buffer) -> memoryview:
+        self._require_open()
+        return self._views.setdefault(buffer, self._arrays[buffer].data)
 
     def prepare(
         self, plan: Plan, *, progress: Callable[[int, int], None] | None = None, timed: bool = False
@@ -100,6 +107,9 @@ class NumpyRuntime:
 
     def close(self) -> None:
         self._closed = True
+        for view in self._views.values():
+            view.release()
+        self._views.clear()
         self._arrays.clear()
         self._derived.clear()
 

@@ -360,14 +360,10 @@ class Bench:
                 ahead = self.runner.steps_ahead(test.batch, left)
             else:
                 ahead = min(self._ahead, 1 << left.bit_length() - 1)
-            chunks = [Chunk(s, [token]) for s, token in zip(sequences, tokens)]
             began = time.perf_counter()
-            if ahead > 1:
-                chosen = self.runner.run_ahead(chunks, "argmax", ahead)
-            else:
-                chosen = self.runner.run(chunks)[None]
+            chosen = self.runner.decode(sequences, tokens, "argmax", ahead)
             seconds += [(time.perf_counter() - began) / len(chosen)] * len(chosen)
-            tokens = [int(token) for token in chosen[-1]]
+            tokens = chosen[-1]
             # Costs are linear in the lengths (a window apart): the first step's and the last's, averaged.
             for back in (len(chosen) - 1, 0):
                 self._add_cost([(s.length - back, 1) for s in sequences], test.batch, 0.5)

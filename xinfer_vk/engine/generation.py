@@ -10,6 +10,7 @@ from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.metrics import Metrics
 from xinfer_vk.sampling.logprobs import TokenLogprobs
 from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.sampling.program import RowParams
 from xinfer_vk.sampling.rules import BannedWords
 from xinfer_vk.text.stop import StopStrings
 from xinfer_vk.text.stream import StreamDecoder
@@ -74,8 +75,21 @@ class Generation:
     finish_reason: str | None = None
     stop: str | int | None = None
     metrics: Metrics = field(default_factory=Metrics)
+    row_params: RowParams | None = field(default=None, repr=False)  # the scheduler's, kept between steps
 
     def __post_init__(self) -> None:
+        p = self.params
+        # Whether the largest logit is the choice and nothing else is asked for: argmax does it.
+        self.plain = (
+            p.is_greedy
+            and not p.has_penalties
+            and not p.logit_bias
+            and not p.bad_words
+            and p.logprobs is None
+            and p.min_new_tokens == 0
+        )
+        # Whether the host must see each token before the next one is chosen.
+        self.watched = bool(p.stop or p.bad_words or p.logprobs is not None)
         self._stops = StopStrings(self.params.stop)
         self._pieces: list[Piece] = []
         self._made_by: list[int] = []  # for each piece, how many tokens had been generated

@@ -27,8 +27,15 @@ from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights, matrices
 from xinfer_vk.models.graph import Activations, Graph
 from xinfer_vk.models.registry import family
-from xinfer_vk.plan import Buffer, BufferKind, Plan, Recorded, Runtime
-from xinfer_vk.sampling.device import BIAS_ENTRIES, NAN_TOKEN, DeviceSampler, SamplerVariant, check_tokens
+from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, Plan, Recorded, Runtime
+from xinfer_vk.sampling.device import (
+    BIAS_ENTRIES,
+    NAN_TOKEN,
+    NO_TOKEN,
+    DeviceSampler,
+    SamplerVariant,
+    check_tokens,
+)
 from xinfer_vk.sampling.logprobs import TokenLogprobs
 
 Outputs = Literal["none", "last", "all"]
@@ -38,7 +45,8 @@ LONG_STEP_S = 0.4  # a dispatch that takes longer is for too many tokens: driver
 FEWEST_PREFILL_TOKENS = 64  # fewer would read the weights too often
 MAX_AHEAD = 8  # decode steps in one plan
 AHEAD_S = 0.05  # and so long at most: nobody waits longer for a token, or for a stop
-GROWTH_AHEAD = 2.0  # of the time that a step is thought to take, from one run of several to the next
+GROWTH = 1.1  # of the time that a step is thought to take, at most, from one run to the next
+GROWTH_AHEAD = 2.0  # the same where several steps were run: that says more
 MAX_OUTPUTS = 32  # rows of logits kept at once: 32 x 152k x 4 bytes = 19 MB for Qwen2.5
 
 
@@ -92,17 +100,21 @@ class ModelRunner:
         self.bytes_read = 0
         self.compile_s = 0.0  # spent on making pipelines and recording plans
         self._plans: dict[tuple[int, int, Head, int], tuple[Recorded, Plan]] = {}
-        self._step_s: dict[tuple[int, int], float] = {}  # of a decode step, by tokens and outputs
+        self._step_s: dict[int, float] = {}  # of a decode step, by bucket of sequences
         self._table_stride = cache.blocks_per_sequence
-        words = state_layout.state_words(cache.max_sequences, self._table_stride)
-        self._host_state = np.zeros(words, np.uint32)
-        self._host_state[state_layout.TABLE_STRIDE] = self._table_stride
+        # What the state buffer has of the steps before: each sequence's blocks, by row of the cache, and the
+        # rows of the sequences if the last step was one of decoding.
+        self._tables: list[list[int]] = [[] for _ in range(cache.max_sequences)]
+        self._decoding: list[int] = []
         self._sampler: DeviceSampler | None = None
         self._buffers: list[Buffer] = []
         self.rope = RopeTables(runtime, config, cache.capacity, self.max_tokens)
         try:
+            words = state_layout.state_words(cache.max_sequences, self._table_stride)
             self._state = self._allocate("step state", words, BufferKind.STATE)
             self._result = self._allocate("result tokens", self.max_outputs * MAX_AHEAD, BufferKind.RESULT)
+            self._words, self._results = runtime.mapped(self._state), runtime.mapped(self._result)
+            self._words[state_layout.TABLE_STRIDE] = self._table_stride
             self._activations = Activations(
                 runtime,
                 config,
@@ -146,9 +158,7 @@ class ModelRunner:
         total = sum(len(chunk.token_ids) for chunk in chunks)
         planned = planned_rows(self.runtime.profile, total)
         recorded, self.last_plan = self._plan(planned, bucket(rows), head)
-        began = time.perf_counter()
         recorded.run()
-        self._note_time(total, rows, time.perf_counter() - began)
         self.device_s += recorded.seconds
         if recorded.longest_step_s > LONG_STEP_S and total > FEWEST_PREFILL_TOKENS:
             self.prefill_tokens = min(self.prefill_tokens, bucket(total) // 2)
@@ -157,48 +167,62 @@ class ModelRunner:
         self.steps_run += 1
         return self._finish(chunks, rows, head)
 
-    def run_ahead(self, chunks: Sequence[Chunk], head: Head, steps: int) -> np.ndarray:
-        """Several decode steps in one: each chunk is the last token of a sequence, and what a step chooses is
-        the next one's input. ``int64 [steps, chunks]``; fewer steps where a later one had NaN in its logits.
-        ``head`` is argmax or a :class:`SamplerVariant` without log-probabilities. The cache holds the inputs
-        of all steps afterwards.
+    def decode(
+        self,
+        sequences: Sequence[CachedSequence],
+        tokens: Sequence[int],
+        head: Head = "argmax",
+        steps: int = 1,
+    ) -> list[list[int]]:
+        """Decode steps: ``tokens`` are the last of each sequence, and what a step chooses is the next one's
+        input. Returns the tokens chosen, a list for each step; fewer than ``steps`` where a later one had NaN
+        in its logits. ``head`` is argmax or a :class:`SamplerVariant`, for several steps one without
+        log-probabilities. The cache holds the inputs of all steps afterwards.
 
-        Raises what :meth:`run` raises."""
-        assert all(len(chunk.token_ids) == 1 and chunk.outputs == "last" for chunk in chunks)
-        assert 1 < steps <= MAX_AHEAD and not self.rope.by_length
-        for chunk in chunks:
-            self.cache.reserve(chunk.sequence, steps)
-        rows = self._prepare(chunks)
-        recorded, self.last_plan = self._plan(bucket(rows), bucket(rows), head, steps)
-        began = time.perf_counter()
+        All of this runs between two submits, while the device waits, and with caches that its work has
+        emptied: so it touches as little as it can. Raises what :meth:`run` raises."""
+        assert 1 <= steps <= MAX_AHEAD and (steps == 1 or not self.rope.by_length)
+        rows = len(sequences)
+        for sequence in sequences:
+            self.cache.reserve(sequence, steps)
+        try:
+            self._prepare_decode(sequences, tokens)
+        except ValueError:
+            self.runtime.mapped(self._state)  # says so if the runtime was closed
+            raise
+        planned = planned_rows(self.runtime.profile, rows)
+        recorded, self.last_plan = self._plan(planned, bucket(rows), head, steps)
         recorded.run()
         self.device_s += recorded.seconds
-        self._note_time(rows, rows, (time.perf_counter() - began) / steps, growth=GROWTH_AHEAD)
+        self._note_time(rows, recorded.seconds / steps, GROWTH_AHEAD if steps > 1 else GROWTH)
         self.steps_run += steps
-        words = self.runtime.read(self._result, 0, (steps - 1) * self.max_outputs + rows)
-        self.bytes_read += steps * rows * words.itemsize
-        chosen = np.stack([words[i * self.max_outputs :][:rows] for i in range(steps)])
-        check_tokens(chosen[0], [chunk.sequence.length + 1 for chunk in chunks], self.steps_run - steps + 1)
-        valid = (chosen < self.config.vocab_size).all(axis=1)
-        good = steps if valid.all() else int(valid.argmin())  # what went wrong is run again, and told then
-        for chunk in chunks:
-            chunk.sequence.length += good
-        return chosen[:good].astype(np.int64)
+        self.bytes_read += steps * rows * WORD_BYTES
+        results, width = self._results, self.max_outputs
+        chosen = [results[at : at + rows].tolist() for at in range(0, steps * width, width)]
+        good = 0
+        while good < steps and max(chosen[good]) < NO_TOKEN:
+            good += 1
+        if good == 0:
+            positions = [sequence.length + 1 for sequence in sequences]
+            check_tokens(chosen[0], positions, self.steps_run - steps + 1)
+        for sequence in sequences:
+            sequence.length += good
+        return chosen[:good]  # what went wrong is run again, and told then
 
     def steps_ahead(self, sequences: int, most: int) -> int:
         """How many decode steps of so many sequences may be run as one: a power of two, at most ``most``,
         and no more than fit in :data:`AHEAD_S` as far as is known."""
-        step_s = self._step_s.get((bucket(sequences), bucket(sequences)))
+        step_s = self._step_s.get(bucket(sequences))
         if step_s is None or self.rope.by_length:
             return 1
         fitting = min(most, MAX_AHEAD, int(AHEAD_S / max(step_s, 1e-6)))
         return 1 << max(fitting, 1).bit_length() - 1
 
-    def _note_time(self, tokens: int, outputs: int, seconds: float, growth: float = 1.1) -> None:
+    def _note_time(self, sequences: int, seconds: float, growth: float) -> None:
         """Remember what a decode step takes: the shortest time lately, since the first one of a plan and
         those of a busy machine say little. ``growth``: of what is remembered, at most; several steps as one
         say more, and a context that has become long must soon be seen."""
-        key = (bucket(tokens), bucket(outputs))
+        key = bucket(sequences)
         self._step_s[key] = min(seconds, self._step_s.get(key, seconds) * growth)
 
     def time_steps(self, chunks: Sequence[Chunk], repeats: int) -> tuple[Plan, np.ndarray]:
@@ -246,7 +270,15 @@ class ModelRunner:
 
     def _prepare(self, chunks: Sequence[Chunk]) -> int:
         """Write the batch into the state buffer; how many rows of output it asks for."""
-        s, host = state_layout, self._host_state
+        try:
+            return self._write_batch(chunks)
+        except ValueError:
+            self.runtime.mapped(self._state)  # says so if the runtime was closed
+            raise
+
+    def _write_batch(self, chunks: Sequence[Chunk]) -> int:
+        s, host = state_layout, self._words
+        self._decoding = []
         row = tiles = rows = 0
         for chunk in chunks:
             sequence, count = chunk.sequence, len(chunk.token_ids)
@@ -255,15 +287,12 @@ class ModelRunner:
             self.cache.reserve(sequence, count)
             positions = np.arange(sequence.length, sequence.length + count, dtype=np.uint32)
             blocks = np.asarray(sequence.blocks, np.uint32)
-            table = s.BLOCK_TABLE + sequence.row * self._table_stride
-            host[table : table + blocks.size] = blocks
-            here = slice(row, row + count)
-            host[s.TOKEN_ID :][here] = chunk.token_ids
-            host[s.POSITION :][here] = positions
-            host[s.SEQUENCE :][here] = sequence.row
-            host[s.SLOT :][here] = (
-                blocks[positions // s.BLOCK_TOKENS] * s.BLOCK_TOKENS + positions % s.BLOCK_TOKENS
-            )
+            slots = blocks[positions // s.BLOCK_TOKENS] * s.BLOCK_TOKENS + positions % s.BLOCK_TOKENS
+            self._write_table(sequence)
+            self._write(s.TOKEN_ID + row, chunk.token_ids)
+            self._write(s.POSITION + row, positions)
+            self._write(s.SEQUENCE + row, [sequence.row] * count)
+            self._write(s.SLOT + row, slots)
             for start in range(0, count, self._query_tile):
                 host[s.TILE_START + tiles] = row + start
                 host[s.TILE_COUNT + tiles] = min(self._query_tile, count - start)
@@ -275,9 +304,37 @@ class ModelRunner:
                 rows += 1
             row += count
         host[s.N_TOKENS], host[s.N_OUTPUTS], host[s.N_QUERY_TILES] = row, rows, tiles
-        self.runtime.write(self._state, 0, host)
         self.rope.write([(chunk.sequence, len(chunk.token_ids)) for chunk in chunks])
         return rows
+
+    def _prepare_decode(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> None:
+        """The same for one token of each sequence, whose logits are wanted. Most of it stands in the buffer
+        since the step before."""
+        s, host = state_layout, self._words
+        rows = [sequence.row for sequence in sequences]
+        if rows != self._decoding:
+            self._write(s.SEQUENCE, rows)
+            self._write(s.OUTPUT_ROW, range(len(rows)))
+            self._write(s.TILE_START, range(len(rows)))
+            self._write(s.TILE_COUNT, [1] * len(rows))
+            host[s.N_TOKENS] = host[s.N_OUTPUTS] = host[s.N_QUERY_TILES] = len(rows)
+            self._decoding = rows
+        for i, sequence in enumerate(sequences):
+            position, blocks = sequence.length, sequence.blocks
+            if blocks != self._tables[sequence.row]:
+                self._write_table(sequence)
+            host[s.TOKEN_ID + i] = tokens[i]
+            host[s.POSITION + i] = position
+            host[s.SLOT + i] = blocks[position // s.BLOCK_TOKENS] * s.BLOCK_TOKENS + position % s.BLOCK_TOKENS
+        if self.rope.by_length:
+            self.rope.write([(sequence, 1) for sequence in sequences])
+
+    def _write_table(self, sequence: CachedSequence) -> None:
+        self._write(state_layout.BLOCK_TABLE + sequence.row * self._table_stride, sequence.blocks)
+        self._tables[sequence.row] = sequence.blocks.copy()
+
+    def _write(self, at: int, words: Sequence[int] | np.ndarray) -> None:
+        self._words[at : at + len(words)] = np.asarray(words, np.uint32)  # type: ignore[call-overload]
 
     # -- run ----------------------------------------------------------------------------------
 

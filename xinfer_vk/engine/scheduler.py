@@ -79,8 +79,9 @@ class Scheduler:
     def _step(self) -> list[Generation]:
         ended = self._end_stopped()
         self._admit()
-        batch = self._batch()
-        if batch:
+        if self._running and not self.runner.rope.by_length and all(g.prefilled for g in self._running):
+            self._decode()
+        elif batch := self._batch():
             self._run(batch)
         done = [g for g in self._running if g.finish_reason is not None]
         for generation in done:
@@ -100,11 +101,12 @@ class Scheduler:
     # -- who runs -----------------------------------------------------------------------------
 
     def _end_stopped(self) -> list[Generation]:
-        ended = [g for g in [*self._running, *self._waiting] if g.stop_event.is_set()]
+        ended = [g for g in (*self._running, *self._waiting) if g.stop_event.is_set()]
         for generation in ended:
             generation.finish("interrupted")
             self._release(generation)
-        self._waiting = deque(g for g in self._waiting if g.finish_reason is None)
+        if ended:
+            self._waiting = deque(g for g in self._waiting if g.finish_reason is None)
         return ended
 
     def _admit(self) -> None:
@@ -196,10 +198,6 @@ class Scheduler:
             return
         choosing = [g for g, c in batch if c.outputs == "last"]
         head = self._head(choosing)
-        ahead = self._steps_ahead(batch, head)
-        if ahead > 1:
-            self._run_ahead(batch, head, ahead)
-            return
         decoding = any(g.prefilled for g, _ in batch)
         out = self.runner.run([c for _, c in batch], head)
         if decoding or not self._decoded:
@@ -211,35 +209,39 @@ class Scheduler:
             token, logprobs = self._choice(out, row, generation, head)
             generation.accept(token, logprobs, now, compile_s)
 
-    def _steps_ahead(self, batch: list[tuple[Generation, Chunk]], head: Head) -> int:
-        """How many steps may be run before the host looks: one, where it has a say in what comes next."""
-        if self._waiting or head in ("logits", "logprobs") or len(batch) < len(self._running):
-            return 1
-        for generation, _ in batch:
-            p = generation.params
-            if not generation.prefilled or p.stop or p.bad_words or p.logprobs is not None:
-                return 1
-        left = min(g.params.max_new_tokens - len(g.generated) for g, _ in batch)
-        return self.runner.steps_ahead(len(batch), left)
-
-    def _run_ahead(self, batch: list[tuple[Generation, Chunk]], head: Head, steps: int) -> None:
-        """Several decode steps at once. What a generation chose after its end is thrown away."""
-        began, compiled = time.perf_counter(), self.runner.compile_s
-        before = [chunk.sequence.length for _, chunk in batch]
-        out = self.runner.run_ahead([chunk for _, chunk in batch], head, steps)
-        self._decoded, self.dispatches = True, self.runner.last_dispatches // steps
-        compile_s = self.runner.compile_s - compiled
+    def _decode(self) -> None:
+        """A decode step of everything that runs, or several at once. What a generation chose after its end is
+        thrown away."""
+        running, runner = self._running, self.runner
+        began, compiled = time.perf_counter(), runner.compile_s
+        head = self._head(running)
+        if head == "logits":
+            self._run(self._batch())
+            return
+        steps = self._steps_ahead()
+        sequences = [g.sequence for g in running if g.sequence is not None]
+        out = runner.decode(sequences, [g.generated[-1] for g in running], head, steps)
+        self._decoded, self.dispatches = True, runner.last_dispatches // steps
+        compile_s = runner.compile_s - compiled
         each = (time.perf_counter() - began - compile_s) / steps
-        for generation, _ in batch:
+        for generation in running:
             generation.metrics.compile_s += compile_s
         for step, tokens in enumerate(out):
             now = began + compile_s + (step + 1) * each
-            for (generation, chunk), length, token in zip(batch, before, tokens):
+            for row, (generation, token) in enumerate(zip(running, tokens)):
                 if generation.finish_reason is None:
                     self.tokens_chosen += 1
-                    generation.accept(int(token), None, now, compile_s if step == 0 else 0.0)
+                    generation.accept(token, self._logprobs(row, generation), now, 0.0 if step else compile_s)
                     if generation.finish_reason is not None:
-                        self.runner.cache.truncate(chunk.sequence, length + step + 1)
+                        sequence = sequences[row]
+                        runner.cache.truncate(sequence, sequence.length - len(out) + step + 1)
+
+    def _steps_ahead(self) -> int:
+        """How many decode steps may be run before the host looks: one, where it has a say in the next."""
+        if self._waiting or any(g.watched for g in self._running):
+            return 1
+        left = min(g.params.max_new_tokens - len(g.generated) for g in self._running)
+        return self.runner.steps_ahead(len(self._running), left)
 
     def _note_prompts(self, batch: list[tuple[Generation, Chunk]], began: float, compiled: float) -> None:
         now, compile_s = time.perf_counter(), self.runner.compile_s - compiled
@@ -254,10 +256,10 @@ class Scheduler:
     # -- how tokens are chosen ------------------------------------------------------------------
 
     def _on_device(self, generation: Generation) -> bool:
-        return self.sampler == "device" and not is_plain(generation)
+        return self.sampler == "device" and not generation.plain
 
     def _head(self, choosing: Sequence[Generation]) -> Head:
-        if all(is_plain(g) for g in choosing):
+        if all(g.plain for g in choosing):
             return "argmax"
         if self.sampler == "cpu":
             return "logits"
@@ -280,10 +282,11 @@ class Scheduler:
                 banned=(*params.banned, *early),
             )
             return sampled.token, sampled.logprobs
-        if head == "argmax":
-            return int(out[row]), None
-        logprobs = self.runner.read_logprobs(row) if generation.params.logprobs is not None else None
-        return int(out[row]), logprobs
+        return int(out[row]), self._logprobs(row, generation)
+
+    def _logprobs(self, row: int, generation: Generation) -> TokenLogprobs | None:
+        """Those of the token that was just chosen on the device, if they are wanted."""
+        return None if generation.params.logprobs is None else self.runner.read_logprobs(row)
 
     def _run_prompt_logprobs(self, generation: Generation, chunk: Chunk) -> None:
         """Prompt tokens whose log-probabilities are wanted: each row's target is the token after it."""
@@ -301,24 +304,13 @@ class Scheduler:
         generation.prompt_logprobs += [self.runner.read_logprobs(row) for row in range(count)]
 
 
-def is_plain(generation: Generation) -> bool:
-    """Whether the largest logit is the choice and nothing else is asked for: argmax does it."""
-    p = generation.params
-    return (
-        p.is_greedy
-        and not p.has_penalties
-        and not p.logit_bias
-        and not p.bad_words
-        and p.logprobs is None
-        and p.min_new_tokens == 0
-    )
-
-
 def row_params(generation: Generation) -> RowParams:
-    """How the generation's next token is chosen, for the device."""
+    """How the generation's next token is chosen, for the device; the same object while nothing changes."""
+    if generation.row_params is not None and generation.banned.always:
+        return generation.row_params
     p = generation.params
     assert generation.sequence is not None
-    return RowParams(
+    generation.row_params = RowParams(
         params=p,
         seed=generation.seed,
         sequence=generation.sample,
@@ -327,3 +319,4 @@ def row_params(generation: Generation) -> RowParams:
         end_tokens=tuple(sorted(generation.end_ids)) if p.min_new_tokens else (),
         end_from=len(generation.prompt_ids) + p.min_new_tokens if p.min_new_tokens else 0,
     )
+    return generation.row_params

@@ -195,7 +195,7 @@ def _variant_of(records: np.ndarray) -> SamplerVariant:
     )
 
 
-def check_tokens(tokens: np.ndarray, positions: Sequence[int], step: int) -> None:
+def check_tokens(tokens: Sequence[int] | np.ndarray, positions: Sequence[int], step: int) -> None:
     """Raise :class:`NumericError`, naming the step and the position, if a row of ``result`` is no token."""
     for token, position in zip(tokens, positions):
         if token == NAN_TOKEN:

@@ -16,6 +16,7 @@ TAIL_TOKENS = 16  # of a prompt, enough to see an opened tag at its end
 class Piece(str):
     """A piece of generated text. ``thinking``: whether it is of the thoughts, else of the answer."""
 
+    __slots__ = ("thinking",)
     thinking: bool
 
     def __new__(cls, text: str, thinking: bool = False) -> Piece:

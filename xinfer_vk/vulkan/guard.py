@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from xinfer_vk.errors import DeviceError, DeviceLostError, XinferError
 from xinfer_vk.vulkan.layer import DeviceLayer
@@ -20,16 +22,34 @@ class Guard:
     @contextmanager
     def __call__(self, doing: str, detail: str = "") -> Iterator[None]:
         """``doing`` completes "out of device memory while …". ``detail`` is added to the message."""
-        if self.lost:
-            raise DeviceLostError(f"{doing}: the device was lost earlier; open it anew")
+        self._refuse_lost(doing)
         try:
             yield
         except XinferError:
             raise
         except Exception as error:
-            self.check(doing, detail, error)
-            raise DeviceError(f"the device failed while {doing}: {' '.join(str(error).split())}") from error
+            self._failed(doing, detail, error)
         self.check(doing, detail)
+
+    def call(self, function: Callable[[], object], doing: str) -> float:
+        """The same around one call, for what is done at every step; how many seconds the call took."""
+        self._refuse_lost(doing)
+        began = time.perf_counter()
+        try:
+            function()
+        except Exception as error:
+            self._failed(doing, "", error)
+        seconds = time.perf_counter() - began
+        self.check(doing)
+        return seconds
+
+    def _refuse_lost(self, doing: str) -> None:
+        if self.lost:
+            raise DeviceLostError(f"{doing}: the device was lost earlier; open it anew")
+
+    def _failed(self, doing: str, detail: str, error: Exception) -> NoReturn:
+        self.check(doing, detail, error)
+        raise DeviceError(f"the device failed while {doing}: {' '.join(str(error).split())}") from error
 
     def check(self, doing: str, detail: str = "", cause: Exception | None = None) -> None:
         """Raise what the layer has seen fail, if anything."""

@@ -26,7 +26,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, Usa
 
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
-ABI_VERSION = 3  # of layer.c
+ABI_VERSION = 4  # of layer.c
 MOST_NUMBER = 10**9  # that a variable may hold: a thousand times that fits 64 bits
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
@@ -240,6 +240,8 @@ class DeviceLayer:
         uuid = (ctypes.c_uint8 * 16)()
         library.xinfer_uuid(device_id, uuid)
         self.uuid = bytes(uuid).hex()
+        counter = ctypes.c_uint32.in_dll(library, "xinfer_failures")
+        self._failures, self._taken = memoryview(counter).cast("B").cast("I"), 0
 
     @classmethod
     def of_newest_device(cls) -> DeviceLayer | None:
@@ -250,7 +252,10 @@ class DeviceLayer:
 
     def take_failure(self) -> Failure | None:
         """The first failure since the last call. Until it is taken, the device makes nothing new."""
-        failure = _Failure()
+        failures = self._failures[0]  # of all devices
+        if failures == self._taken:
+            return None
+        self._taken, failure = failures, _Failure()
         if not self._library.xinfer_take_failure(self._id, ctypes.byref(failure)):
             return None
         return Failure(failure.function.decode(), failure.result, failure.size)

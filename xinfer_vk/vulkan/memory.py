@@ -42,9 +42,15 @@ OTHER_REMEDY = "another --device would fit"
 class _Slot:
     tensor: Any  # kp.Tensor
     view: np.ndarray | None  # its words, where it is mapped
+    words: memoryview | None  # the same, for those who keep it: released with the buffer
     heap: int | None
     bytes: int
     address: int  # for shaders; 0 where buffers have none
+
+    def destroy(self) -> None:
+        if self.words is not None:
+            self.words.release()
+        self.tensor.destroy()
 
 
 class DeviceMemory:
@@ -101,7 +107,9 @@ class DeviceMemory:
             raise
         heap = self._info.heap_of(mapped=mapped)
         address = self._layer.newest_address() if self._layer is not None else 0
-        self._slots[buffer] = _Slot(tensor, tensor.data() if mapped else None, heap, size, address)
+        view = tensor.data() if mapped else None
+        words = None if view is None else view.data
+        self._slots[buffer] = _Slot(tensor, view, words, heap, size, address)
         self._heap_bytes[heap] = self._heap_bytes.get(heap, 0) + size
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
@@ -112,13 +120,13 @@ class DeviceMemory:
         slot = self._slots.pop(self._known(buffer))
         self._heap_bytes[slot.heap] -= slot.bytes
         self.bytes -= slot.bytes
-        slot.tensor.destroy()
+        slot.destroy()
         if (twin := self._twins.pop(buffer, None)) is not None:
             self.free(twin)
 
     def close(self) -> None:
         for slot in self._slots.values():
-            slot.tensor.destroy()
+            slot.destroy()
         self._slots.clear()
         self._twins.clear()
         self._heap_bytes.clear()
@@ -184,6 +192,13 @@ class DeviceMemory:
         """A buffer's words as the host can reach them (a STATE buffer's twin's), or None. Valid until the
         buffer is freed: never hand it out."""
         return self._slots[self._twins.get(self._known(buffer), buffer)].view
+
+    def words(self, buffer: Buffer) -> memoryview:
+        """The same words of a STATE or RESULT buffer, which the host always reaches, for those who keep them:
+        using them raises ValueError once the buffer is freed."""
+        words = self._slots[self._twins.get(self._known(buffer), buffer)].words
+        assert words is not None, f"buffer {buffer.name!r} is not mapped"
+        return words
 
     def twin(self, buffer: Buffer) -> Buffer | None:
         """The mapped buffer that a STATE buffer must be copied from before kernels read it."""

@@ -198,6 +198,12 @@ class KomputeRuntime:
             return view[offset : offset + count].copy()
         return self._transfers.download(buffer, offset, count)
 
+    def mapped(self, buffer: Buffer) -> memoryview:
+        """The words of a STATE or RESULT buffer in place, the host's side of a STATE buffer on a discrete
+        device. Using it raises ValueError once the buffer is freed or the runtime closed."""
+        self._open()
+        return self._memory.words(buffer)
+
     # -- plans ------------------------------------------------------------------------------------
 
     def prepare(

@@ -11,7 +11,6 @@ times say how it is recorded for good: in as few submits as take :data:`SUBMIT_S
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,13 +92,7 @@ class Recorder:
 
     def evaluate(self, sequences: Sequence[Any], doing: str) -> list[float]:
         """Run sequences one after the other, each to its end. Seconds of each."""
-        seconds = []
-        for sequence in sequences:
-            began = time.perf_counter()
-            with self._guard(doing):
-                sequence.eval()
-            seconds.append(time.perf_counter() - began)
-        return seconds
+        return [self._guard.call(sequence.eval, doing) for sequence in sequences]
 
     def _fill(self, sequence: Any, steps: Sequence[Step], algorithms: Sequence[Any], timed: bool) -> None:
         """kp begins the command buffer at the first record and ends it at the first eval. A sequence is
@@ -164,6 +157,7 @@ class RecordedPlan:
         self._steps, self._timed = steps, timed
         self._sequences: list[Any] = []
         self._seconds: list[list[float]] = []  # of each range, in its last two runs
+        self.seconds = 0.0  # of the last run: the submits and the waiting for their ends
         self._probing = recorder.adapts  # until it was run once
         self._record(recorder.ranges(steps))
 
@@ -179,15 +173,11 @@ class RecordedPlan:
             self._adapt()  # now, not after the last run: its timestamps may have been wanted
         took = self._recorder.evaluate(self._sequences, self._doing)
         self._seconds = [*self._seconds[-1:], took]
+        self.seconds = sum(took)
         counts = self._counts
         counts.runs += 1
         counts.dispatches += self.dispatches
         counts.submits += len(self._sequences)
-
-    @property
-    def seconds(self) -> float:
-        """Of the last run, from the first submit to the end of the last."""
-        return sum(self._seconds[-1]) if self._seconds else 0.0
 
     @property
     def longest_step_s(self) -> float:
@@ -202,6 +192,9 @@ class RecordedPlan:
         """Record the plan anew if its last two runs say that it should be cut in another way; the first one
         alone may. Of the two the shorter times count: the machine may have been busy with something else."""
         if len(self._seconds) < (1 if self._probing else 2):
+            return
+        if len(self._ranges) == 1 and self._seconds[-1][0] <= SUBMIT_S:  # nearly always
+            self._probing = False
             return
         seconds = [min(each) for each in zip(*self._seconds)]
         ranges = recut(self._ranges, seconds)

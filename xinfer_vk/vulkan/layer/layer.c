@@ -30,7 +30,7 @@
 #include <vulkan/vk_layer.h>
 #include <vulkan/vulkan.h>
 
-#define ABI_VERSION 3 /* layer.py refuses a library that says otherwise: raise both together */
+#define ABI_VERSION 4 /* layer.py refuses a library that says otherwise: raise both together */
 #define EXPORT __attribute__((visibility("default")))
 
 /* Headers before 1.3.255 (Debian 12) lack VK_KHR_cooperative_matrix; its numbers are the registry's. */
@@ -220,12 +220,16 @@ static VkResult injected(const char *function)
     return result;
 }
 
+/* Of all devices so far. Python reads it after every run: a load, where a call would cost more than the run. */
+EXPORT volatile uint32_t xinfer_failures;
+
 /* Keeps a failure if it is the first; hands the result on. Positive results are no failures. */
 static VkResult keep(Device *d, const char *function, uint64_t size, VkResult result)
 {
     if (result < 0 && d->failure.result == 0) {
         d->failure.result = result;
         d->failure.size = size;
+        xinfer_failures++;
         strncpy(d->failure.function, function, sizeof d->failure.function - 1);
     }
     return result;
