@@ -1,16 +1,20 @@
-"""Compares xinfer-vk with other engines on the same file: in turn, on the same cores, as ratios.
+"""Compares xinfer-vk with other engines on the same files: in turn, on the same cores, as ratios.
 
-    python benchmarks/peers.py --model FILE.gguf --device llvmpipe --llama-python VENV/bin/python
-    python benchmarks/peers.py --model FILE.gguf --llama-bench PATH --backend cpu --backend gpu
-    python benchmarks/peers.py --model DIRECTORY --transformers-python VENV/bin/python
+    python benchmarks/peers.py -m smollm2-135m --llama-python VENV/bin/python --json peers.json
+    python benchmarks/peers.py -m A.gguf -m B.gguf --device lavapipe --llama-python VENV/bin/python \\
+        --backend cpu --backend gpu --gpu-prompt-tokens 128 --gpu-new-tokens 16 --gpu-rounds 3
+    python benchmarks/peers.py -m FILE.gguf --llama-bench PATH --transformers-python VENV/bin/python
 
 Each engine is a process with the model loaded once (benchmarks/peer_worker.py); llama-bench loads it anew
-at each turn, which its figures leave out. A round runs every test on every engine, one after the other
-(A B A B …), so that a machine whose speed drifts treats them alike; the rest wait and use no core. Printed:
-the median of each engine's rates with its range, and the median of the rounds' ratios with theirs.
+at each turn, which its figures leave out. For each peer a round runs every test on both sides, one after
+the other (A B A B …), so that a machine whose speed drifts treats them alike; the rest wait and use no
+core. The first round only warms up (plans, shader caches). A row has the median of each side's rates with
+its range, and the median of the rounds' ratios with theirs.
 
-An engine's environment (``pip install llama-cpp-python``) is named by its Python. llama.cpp's Vulkan back
-end uses a CPU device only if GGML_VK_VISIBLE_DEVICES names it.
+An engine's environment (``pip install llama-cpp-python``, built with Vulkan for --backend gpu) is named by
+its Python. The back end "gpu" is llama.cpp's Vulkan on the device that we run on, of the same driver, with
+every layer on it; for "cpu" all devices are hidden from it, because a build with Vulkan would give a GPU
+the products of long prompts even where no layer is offloaded. Both are checked, and told with the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from typing import Any
 import click
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 OURS = "xinfer-vk"
 
 
@@ -42,44 +47,86 @@ class Test:
         return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What is run against a peer, and how often."""
+
+    prompts: tuple[int, ...]
+    new: tuple[int, ...]
+    depths: tuple[int, ...]
+    rounds: int
+
+    @property
+    def tests(self) -> list[Test]:
+        tests = [Test("pp", n, d) for d in self.depths for n in self.prompts]
+        return tests + [Test("tg", n, d) for d in self.depths for n in self.new]
+
+
+def environment(cores: Sequence[int], backend: str, index: int | None) -> dict[str, str]:
+    """Of an engine's process: lavapipe's threads, and the one device that llama.cpp's Vulkan may see, by its
+    place in the loader's list, or none."""
+    visible = str(index) if backend == "gpu" else ""
+    return {**os.environ, "LP_NUM_THREADS": str(len(cores)), "GGML_VK_VISIBLE_DEVICES": visible}
+
+
 @dataclass
 class Worker:
-    """An engine that runs peer_worker.py."""
+    """An engine that runs peer_worker.py. ``backend``: of llama.cpp, "cpu" or "gpu"; ``device`` is then the
+    name of the one that it must run on, and ``index`` where the loader has it."""
 
-    name: str
+    engine: str
     python: str
     model: str
     cores: list[int]
     longest: int
     device: str = ""
+    backend: str = "cpu"
+    index: int | None = None
+    activations: str = "f32"
+    flash_attention: bool = False
     about: str = ""
 
-    def start(self) -> None:
+    @property
+    def name(self) -> str:
+        return f"llama.cpp {self.backend}" if self.engine == "llama.cpp" else self.engine
+
+    def start(self) -> dict[str, Any]:
+        """What it says about itself."""
+        self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
-        environment = {**os.environ, "LP_NUM_THREADS": str(len(self.cores))}  # lavapipe's
-        worker, cores = str(HERE / "peer_worker.py"), ",".join(map(str, self.cores))
-        self._process = subprocess.Popen(
-            [self.python, worker, self.name, self.model, cores, str(self.longest), self.device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=environment,
-        )
-        self.about = str(self._answer()["about"])
+        asked = {
+            "engine": self.engine, "model": self.model, "cores": self.cores, "longest": self.longest,
+            "device": self.device, "backend": self.backend, "activations": self.activations,
+            "flash_attention": self.flash_attention,
+        }  # fmt: skip
+        try:
+            self._process = subprocess.Popen(
+                [self.python, str(HERE / "peer_worker.py"), json.dumps(asked)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=environment(self.cores, self.backend, self.index),
+            )
+        except OSError as error:
+            raise click.ClickException(f"{self.name} cannot be started: {error}") from error
+        told = self._answer()
+        self.about = str(told["text"])
+        return told
 
     def rate(self, test: Test) -> float:
-        assert self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(f"{test.kind} {test.tokens} {test.depth}\n")
         self._process.stdin.flush()
         return test.tokens / float(self._answer()["seconds"])
 
     def stop(self) -> None:
-        self._process.communicate()
+        if self._process is not None:
+            self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         """The next line of JSON; engines print other things too."""
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
@@ -90,35 +137,47 @@ class Worker:
 
 @dataclass
 class LlamaBench:
-    """llama.cpp's own program, with its CPU back end or with what GPU it finds."""
+    """llama.cpp's own program; ``backend``, ``device`` and ``index`` as of a worker."""
 
     path: str
-    backend: str
     model: str
     cores: list[int]
-    name: str = field(init=False)
-    about: str = ""
+    device: str
+    backend: str
+    index: int | None
+    about: str = field(default="", init=False)
 
-    def __post_init__(self) -> None:
-        self.name = f"llama-bench {self.backend}"
+    @property
+    def name(self) -> str:
+        return f"llama-bench {self.backend}"
 
-    def start(self) -> None:
-        self.about = f"{self.path}, {self.backend}"
+    def start(self) -> dict[str, Any]:
+        self.about = f"{self.path}, {self.backend}"  # until a row says more
+        return {}
 
     def rate(self, test: Test) -> float:
-        where = ["-ngl", "0", "-dev", "none"] if self.backend == "cpu" else ["-ngl", "99"]
+        where = ["-ngl", "99"] if self.backend == "gpu" else ["-ngl", "0"]
         sizes = (test.tokens, 0) if test.kind == "pp" else (0, test.tokens)
         command = [
             self.path, "-m", self.model, "-r", "1", "-o", "json", "-t", str(len(self.cores)), *where,
             "-p", str(sizes[0]), "-n", str(sizes[1]), "-d", str(test.depth),
         ]  # fmt: skip
         done = subprocess.run(
-            command, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, self.cores)
+            command,
+            capture_output=True,
+            text=True,
+            env=environment(self.cores, self.backend, self.index),
+            preexec_fn=lambda: os.sched_setaffinity(0, self.cores),
         )
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no message"]
             raise click.ClickException(f"{self.name} ended with {done.returncode}: {last[0]}")
         (row,) = json.loads(done.stdout)
+        gpu, wanted = row.get("gpu_info", ""), self.device if self.backend == "gpu" else ""
+        if gpu != wanted:
+            raise click.ClickException(f"{self.name} ran on {gpu or 'the CPU'}, not on {wanted or 'the CPU'}")
+        build, backends = row.get("build_commit", "?"), row.get("backends", "?")
+        self.about = f"llama-bench {build} ({backends}), {gpu or row.get('cpu_info', 'CPU')}"
         return float(row["avg_ts"])
 
     def stop(self) -> None:
@@ -130,96 +189,167 @@ def spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}–{max(values):.{digits}f}]"
 
 
-def counts(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if int(part)]
+def compare(ours: Worker, peer: Worker | LlamaBench, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """A row for each test, after the last round."""
+    rates: dict[Test, tuple[list[float], list[float]]] = {test: ([], []) for test in sizes.tests}
+    for turn in range(sizes.rounds + 1):
+        for test, samples in rates.items():
+            for engine, values in zip((ours, peer), samples):
+                rate = engine.rate(test)
+                if turn:  # the first is for warming up
+                    values.append(rate)
+    for test, (mine, theirs) in rates.items():
+        ratios = [a / b for a, b in zip(mine, theirs)]
+        yield {
+            "model": Path(ours.model).name,
+            "peer": peer.name,
+            "test": str(test),
+            "rounds": sizes.rounds,
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+            "ours_tok_per_s": mine,
+            "peer_tok_per_s": theirs,
+            "ours_about": ours.about,
+            "peer_about": peer.about,
+            "cores": ours.cores,
+            "load_average": os.getloadavg()[0],
+        }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows, and who ran, with versions and devices."""
+    titles = ("model", "peer", "test", "rounds", "xinfer-vk tok/s", "peer tok/s", "xinfer-vk ÷ peer")
+    lines = [f"| {' | '.join(titles)} |", "| --- | --- | --- |" + " ---: |" * (len(titles) - 3)]
+    for r in rows:
+        ratios = [a / b for a, b in zip(r["ours_tok_per_s"], r["peer_tok_per_s"])]
+        rates = [spread(r[side], 1) for side in ("ours_tok_per_s", "peer_tok_per_s")]
+        cells = (r["model"], r["peer"], r["test"], str(r["rounds"]), *rates, f"**{spread(ratios, 2)}**")
+        lines.append(f"| {' | '.join(cells)} |")
+    engines = dict.fromkeys(about for r in rows for about in (r["ours_about"], r["peer_about"]))
+    load, cores = max(r["load_average"] for r in rows), len(rows[0]["cores"])
+    notes = [f"On {cores} cores, rounds in turn after one to warm up: median [range].", *engines]
+    if load > cores + 0.5:
+        notes.append(
+            f"The machine has been busy with other things too (load {load:.1f}): engines whose threads wait "
+            "by spinning suffer most from that, so measure again on a quiet one."
+        )
+    return "\n".join([*lines, "", *notes])
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if int(part))
 
 
 @click.command()
-@click.option("--model", "-m", required=True, type=click.Path(exists=True), help="The file that all run.")
+@click.option(
+    "--model", "-m", "models", multiple=True, required=True, help="As for xinfer-vk. May be repeated."
+)
 @click.option("--device", default="", help="Ours, as for xinfer-vk.")
 @click.option("--llama-python", help="Python of an environment with llama-cpp-python.")
 @click.option("--llama-bench", help="llama.cpp's llama-bench.")
 @click.option(
-    "--backend", type=click.Choice(["cpu", "gpu"]), multiple=True, default=["cpu"], help="Of llama-bench."
+    "--backend",
+    type=click.Choice(["cpu", "gpu"]),
+    multiple=True,
+    default=["cpu"],
+    help="Of llama.cpp; gpu: its Vulkan on our device. May be repeated. [default: cpu]",
 )
+@click.option("--flash-attention", is_flag=True, help="Turn llama.cpp's on (--llama-python).")
 @click.option("--transformers-python", help="Python of an environment with transformers and torch.")
 @click.option("--prompt-tokens", "-p", default="512", help="Prefills: 128,512; 0: none. [default: 512]")
 @click.option("--new-tokens", "-n", default="128", help="Decodes, as -p. [default: 128]")
 @click.option("--depth", "-d", default="0", help="Tokens in the cache before. [default: 0]")
 @click.option("--rounds", "-r", default=5, show_default=True, type=click.IntRange(min=1))
+@click.option("--gpu-prompt-tokens", help="Against the back end gpu, where that is slow. [default: as -p]")
+@click.option("--gpu-new-tokens", help="Likewise. [default: as -n]")
+@click.option("--gpu-rounds", type=click.IntRange(min=1), help="Likewise. [default: as -r]")
+@click.option("--activations", type=click.Choice(["f32", "int8"]), default="f32", help="Ours. [default: f32]")
 @click.option("--cores", help="Numbers with commas. [default: all that this process may use]")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write every sample there too.")
 def main(
-    model: str,
+    models: tuple[str, ...],
     device: str,
     llama_python: str | None,
     llama_bench: str | None,
     backend: tuple[str, ...],
+    flash_attention: bool,
     transformers_python: str | None,
     prompt_tokens: str,
     new_tokens: str,
     depth: str,
     rounds: int,
+    gpu_prompt_tokens: str | None,
+    gpu_new_tokens: str | None,
+    gpu_rounds: int | None,
+    activations: str,
     cores: str | None,
     json_file: str | None,
 ) -> None:
-    """Compare with other engines, in turn."""
-    depths = [int(part) for part in depth.split(",")]
-    tests = [Test("pp", n, d) for d in depths for n in counts(prompt_tokens)]
-    tests += [Test("tg", n, d) for d in depths for n in counts(new_tokens)]
-    longest = max(t.tokens + t.depth for t in tests)
-    pinned = counts(cores) if cores else sorted(os.sched_getaffinity(0))
-    engines: list[Worker | LlamaBench] = [Worker(OURS, sys.executable, model, pinned, longest, device)]
-    if llama_python:
-        engines.append(Worker("llama.cpp", llama_python, model, pinned, longest))
-    if transformers_python:
-        engines.append(Worker("transformers", transformers_python, model, pinned, longest))
-    if llama_bench:
-        engines += [LlamaBench(llama_bench, each, model, pinned) for each in backend]
-    if len(engines) == 1:
+    """Compare with other engines, in turn: a row for each model, peer and test.
+
+    Rows that were measured are printed and written even if something ends it early.
+    """
+    from xinfer_vk.weights.hub import resolve_model
+
+    if not (llama_python or llama_bench or transformers_python):
         raise click.UsageError("no peer: give --llama-python, --llama-bench or --transformers-python")
+    depths = tuple(int(part) for part in depth.split(","))
+    usual = Sizes(counts(prompt_tokens), counts(new_tokens), depths, rounds)
+    slow = Sizes(
+        usual.prompts if gpu_prompt_tokens is None else counts(gpu_prompt_tokens),
+        usual.new if gpu_new_tokens is None else counts(gpu_new_tokens),
+        depths,
+        gpu_rounds or rounds,
+    )
+    backends = tuple(dict.fromkeys(backend))
+    wanted = [usual, *([slow] if "gpu" in backends else [])]
+    longest = max((t.tokens + t.depth for sizes in wanted for t in sizes.tests), default=0)
+    if not longest:
+        raise click.UsageError("nothing to measure: -p and -n are both 0")
+    pinned = [int(part) for part in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))
 
-    rates: dict[Test, dict[str, list[float]]] = {t: {e.name: [] for e in engines} for t in tests}
-    started: list[Worker | LlamaBench] = []
+    def peers(model: str, told: dict[str, Any]) -> Iterator[tuple[Worker | LlamaBench, Sizes]]:
+        """Those of one model. ``told``: what ours says of its device."""
+        for each in backends:
+            sizes, on = (slow, told["device"]) if each == "gpu" else (usual, "")
+            if each == "gpu" and told["index"] is None:
+                raise click.UsageError("--backend gpu: the device numpy is none of Vulkan")
+            if llama_python:
+                yield (
+                    Worker(
+                        "llama.cpp", llama_python, model, pinned, longest, on, each, told["index"],
+                        flash_attention=flash_attention,
+                    ),
+                    sizes,
+                )  # fmt: skip
+            if llama_bench:
+                yield LlamaBench(llama_bench, model, pinned, on, each, told["index"]), sizes
+        if transformers_python:
+            yield Worker("transformers", transformers_python, model, pinned, longest), usual
+
+    rows: list[dict[str, Any]] = []
     try:
-        for engine in engines:
-            started.append(engine)
-            engine.start()
-            click.echo(f"{engine.name}: {engine.about}", err=True)
-        for turn in range(rounds + 1):
-            for test in tests:
-                for engine in engines:
-                    rate = engine.rate(test)
-                    if turn:  # the first is for warming up
-                        rates[test][engine.name].append(rate)
+        for name in models:
+            model = str(resolve_model(name))
+            ours = Worker(OURS, sys.executable, model, pinned, longest, device, activations=activations)
+            try:
+                for peer, sizes in peers(model, ours.start()):
+                    click.echo(f"{Path(model).name}: {peer.name}, {len(sizes.tests)} tests", err=True)
+                    try:
+                        peer.start()
+                        for row in compare(ours, peer, sizes):
+                            rows.append(row)
+                            click.echo(f"  {row['test']}: {row['ratio']:.2f} ×", err=True)
+                    finally:
+                        peer.stop()
+            finally:
+                ours.stop()
     finally:
-        for engine in started:
-            engine.stop()
-
-    click.echo(f"{Path(model).name}, {len(pinned)} cores, {rounds} rounds in turn, tok/s: median [range]")
-    for engine in engines:
-        click.echo(f"{engine.name}: {engine.about}")
-    if os.getloadavg()[0] > len(pinned) + 0.5:
-        click.echo(
-            f"The machine has been busy with other things too (load {os.getloadavg()[0]:.1f}): engines whose "
-            "threads wait by spinning suffer most from that, so measure again on a quiet one."
-        )
-    peers = [e.name for e in engines[1:]]
-    titles = ["test", *(e.name for e in engines), *(f"÷ {name}" for name in peers)]
-    click.echo(f"\n| {' | '.join(titles)} |\n| --- |{' ---: |' * (len(titles) - 1)}")
-    for test, by_engine in rates.items():
-        cells = [str(test), *(spread(values, 1) for values in by_engine.values())]
-        ours = by_engine[OURS]
-        cells += [f"**{spread([a / b for a, b in zip(ours, by_engine[p])], 2)}**" for p in peers]
-        click.echo("| " + " | ".join(cells) + " |")
-    if json_file:
-        record = {
-            "model": model,
-            "cores": pinned,
-            "engines": {e.name: e.about for e in engines},
-            "tok_per_s": {str(t): values for t, values in rates.items()},
-        }
-        Path(json_file).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        if rows:
+            click.echo(table(rows))
+        if rows and json_file:
+            Path(json_file).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
