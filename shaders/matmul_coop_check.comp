@@ -6,7 +6,8 @@
 layout(local_size_x_id = 0) in; // spec: local_size = 128
 layout(constant_id = 1) const uint TOKENS = 64u;   // 16, 32 or 64
 layout(constant_id = 2) const uint SUBGROUPS = 4u; // in a workgroup: 8, 4 or 2
-#define GROUP_CONSTANT 4
+layout(constant_id = 4) const uint TEAMS = 1u;     // a power of two, at most SUBGROUPS
+#define GROUP_CONSTANT 5
 #define EMULATED
 #define FLOAT_BY_BITS
 #define SPLIT_X

@@ -309,6 +309,17 @@ def test_subgroups_reduce_only_where_they_are_whole_and_full() -> None:
     assert by_shuffles.full_subgroups and dict(by_shuffles.spec)["subgroup"] == 32
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_teams_on_matrix_units_add_up_their_columns(fmt: str, runtime: Any) -> None:
+    """Blocks that the teams do not divide evenly, and fewer blocks than teams; emulated as above."""
+    profile = replace(runtime.profile, simd=False)
+    if not multiplies_halves(profile, 16) and not (fmt in ("f16", "q4_k") and "llvmpipe" in profile.name):
+        pytest.skip("no matrix units, and the format or the device is not one the shader is emulated for")
+    for rows, i, teams in ((70, 5, 4), (33, 0, 4), (70, 4, 2)):
+        product = Product(fmt, rows, cols_for(fmt, i), 16, 11, "add", bias=True, halves=True)
+        check(product, runtime, profile, f"coop 16 teams {teams}")
+
+
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_bias_and_epilogues_equal_float64(

@@ -176,6 +176,13 @@ def test_matrix_units_are_offered_where_there_are_some(gpu) -> None:
     names = list(matmul.variants(profile, "q4_k", 256, 64, True))
     assert names[0] == "default" and {"coop 16", "coop 32", "coop 64"} <= set(names)
     assert not any(n.startswith("coop") for n in matmul.variants(profile, "q4_k", 256, 1, True))
+    few = [n for n in matmul.variants(profile, "q4_k", 256, 8, True) if n.startswith("coop")]
+    assert few == ["coop 16", "coop 16 teams 2", "coop 16 teams 4"]
+    quick = [n for n in matmul.variants(profile, "q4_k", 256, 8, True, True) if n.startswith("coop")]
+    assert quick == ["coop 16", "coop 16 teams 4"]
+    assert not any("teams" in n for n in names)
+    wide = replace(profile, subgroup_size=64)
+    assert "coop 16 teams 4" not in matmul.variants(wide, "q4_k", 256, 8, True)
     assert not any(n.startswith("coop") for n in matmul.variants(gpu.profile, "q4_k", 256, 64, True))
 
 

@@ -6,24 +6,38 @@
 // units. These may cut bits off a sum where an f32 addition rounds, always downwards; so sums of the large
 // products are taken over from them every 32 columns and added up in f32.
 //
-// A workgroup of 128 lanes computes 128 rows x TOKENS tokens. For every 32 columns its lanes decode W into
-// shared memory, once for all tokens; words of the next 32 columns are on their way meanwhile. A subgroup
-// multiplies 128 / SUBGROUPS rows with all tokens of the tile, in pieces of 16 x 16 x 16.
+// A workgroup of 128 lanes computes ROWS = 128 / TEAMS rows x TOKENS tokens. Its lanes are TEAMS teams, which
+// take turns with blocks of 32 columns and add up their sums at the end (split-K, inside of a workgroup: no sums
+// go through memory). For a block a team decodes W into shared memory, once for all tokens; words of its next
+// block are on their way meanwhile. A subgroup multiplies 128 / SUBGROUPS rows of a team with all tokens of the
+// tile, in pieces of 16 x 16 x 16.
 //
-// Bytes: weights once per TOKENS tokens; x (4 bytes a value, as f32) once per 128 rows. Flops: 6 (4) per
-// weight and token on the matrix units; about 15 instructions to decode a weight, per TOKENS tokens.
+// Bytes: weights once per TOKENS tokens; neighbouring lanes read neighbouring 16 bytes. x (4 bytes a value, as f32)
+// once per ROWS rows, which for few tokens comes from the cache. Flops: 6 (4) per weight and token on the matrix
+// units; about 15 instructions to decode a weight, per TOKENS tokens.
+// Occupancy: few tokens leave a card idle without teams. A 14336 x 4096 matrix is 112 workgroups of 4 subgroups, on
+// 132 processors, and each has one block's loads in flight: 128 blocks one after the other, a microsecond each.
+// Four teams are 448 workgroups, 14 subgroups a processor, each of 32 blocks. Their price is x once per 32 rows:
+// for 8 tokens 58 MB from the cache, beside 33 MB of 4-bit weights from memory.
 // Shared memory: 80 bytes for 32 columns of a row in one plane, so that the rows of a 16-byte column, which
-// is what is fetched at once, lie in different banks; (128 + TOKENS) * 160 bytes: 30 KiB for 64 tokens.
-// Workgroups: x = ceil(rows / 128), y = ceil(tokens / TOKENS).
+// is what is fetched at once, lie in different banks; (128 + TEAMS TOKENS) * 160 bytes: 30 KiB for 64 tokens, and
+// for 16 tokens of four teams.
+// Workgroups: x = ceil(rows / ROWS), y = ceil(tokens / TOKENS).
 //
 // EMULATED computes the same with ordinary arithmetic, for devices that have no matrix units: slow, to test
 // everything but the multiplication itself.
-const uint ROWS = 128u, LANES = 128u, COLUMNS = 32u;
+const uint COLUMNS = 32u, WORKGROUP = 128u;
+const uint LANES = WORKGROUP / TEAMS, ROWS = LANES; // of a team
+const uint TEAM_SUBGROUPS = SUBGROUPS / TEAMS;
 const uint STRIDE = 10u; // of a row in a tile, uvec2: 8 and 2 of padding
 const uint X_HIGH = 0u, X_LOW = TOKENS * STRIDE, W_HIGH = 2u * X_LOW, W_LOW = W_HIGH + ROWS * STRIDE;
-const uint ROW_PIECES = ROWS / 16u / SUBGROUPS, TOKEN_PIECES = TOKENS / 16u;
+const uint TEAM_CELLS = W_LOW + ROWS * STRIDE;
+const uint ROW_PIECES = ROWS / 16u / TEAM_SUBGROUPS, TOKEN_PIECES = TOKENS / 16u;
 
-shared uvec2 cells[2u * (TOKENS + ROWS) * STRIDE]; // 4 halves an element; at the end sums, 2 an element
+shared uvec2 cells[TEAMS * TEAM_CELLS]; // 4 halves an element; at the end sums, 2 an element
+
+uint lane;       // of the team
+uint first_cell; // of the team
 
 #ifdef EMULATED
     #define PIECES [[dont_unroll]]
@@ -76,7 +90,7 @@ void put(Sums s, uint at) {
     #define put(s, at) coopMatStore(s, cells, at, 8u, gl_CooperativeMatrixLayoutColumnMajor)
     #define LOAD_A(m, at) coopMatLoad(m, cells, at, STRIDE, gl_CooperativeMatrixLayoutRowMajor)
     #define LOAD_B(m, at) coopMatLoad(m, cells, at, STRIDE, gl_CooperativeMatrixLayoutColumnMajor)
-    #define LANES_OF_ONE (LANES / SUBGROUPS)
+    #define LANES_OF_ONE (WORKGROUP / SUBGROUPS)
     #define SUBGROUP_OF_LANE gl_SubgroupID // there are SUBGROUPS, all full: Kernel.full_subgroups
     #define LANE_OF_ONE gl_SubgroupInvocationID
 #endif
@@ -97,14 +111,14 @@ struct Words {
 #endif
 };
 
-// Item i of a lane: which quad of the workgroup's rows, and which unit of the 32 columns. Neighbouring lanes
+// Item i of a lane: which quad of the team's rows, and which unit of the 32 columns. Neighbouring lanes
 // take the halves of a group of 8 rows, then its units, which lie one behind the other in memory.
 uint item_quad(uint i) {
-    const uint n = i * LANES + gl_LocalInvocationID.x;
+    const uint n = i * LANES + lane;
     return (n / (2u * BLOCK_UNITS / RUN_UNITS)) * 2u + (n & 1u);
 }
 uint item_unit(uint i) {
-    const uint n = i * LANES + gl_LocalInvocationID.x;
+    const uint n = i * LANES + lane;
     return (n / 2u) % (BLOCK_UNITS / RUN_UNITS) * RUN_UNITS;
 }
 
@@ -120,12 +134,16 @@ void fetch(uint w_first, uint block, uint i, out Words words) {
             [[unroll]] for (uint n = 0u; n < RAW; n++)
                 words.raw[u][n] = uvec4(0u);
 #ifdef SCALED
-    load_scales(quad, unit, words.scales);
+    if (unit < units) // else nothing: the team's block is beyond the last
+        load_scales(quad, unit, words.scales);
+    else
+        [[unroll]] for (uint n = 0u; n < SCALES_LOADED; n++)
+            words.scales[n] = uvec4(0u);
 #endif
 }
 
 void put_run(uint row, uint column, vec4 v) {
-    const uint at = row * STRIDE + column / 4u;
+    const uint at = first_cell + row * STRIDE + column / 4u;
     const uvec2 high = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
     cells[W_HIGH + at] = high;
 #ifndef FORMAT_F16
@@ -162,8 +180,9 @@ void main() {
     const uint t0 = tile.first, used = tile.end;
     if (t0 >= used)
         return; // the whole workgroup: used is the same for all
-    const uint lane = gl_LocalInvocationID.x;
-    const uint one = SUBGROUP_OF_LANE;
+    const uint one = SUBGROUP_OF_LANE % TEAM_SUBGROUPS, team = SUBGROUP_OF_LANE / TEAM_SUBGROUPS;
+    lane = one * LANES_OF_ONE + LANE_OF_ONE;
+    first_cell = team * TEAM_CELLS;
     const uint blocks = (p.cols + COLUMNS - 1u) / COLUMNS;
     const uint x_first = (p.x_offset + (p.x_stride + 3u) / 4u * 4u) / 4u; // uvec4; x_stride: rows there is room for
 
@@ -181,28 +200,28 @@ void main() {
     [[unroll]] for (uint i = 0u; i < X_LOADS; i++) {                                              \
         const uint n = i * LANES + lane, t = t0 + n / 8u, plane = (n >> 2u) & 1u;                 \
         halves[i] = uvec4(0u);                                                                    \
-        if (t < used)                                                                             \
+        if (t < used && (block) < blocks)                                                         \
             halves[i] = x[x_first + ((x_row(t) * 2u + plane) * blocks + (block)) * 4u + (n & 3u)];       \
     }
-    FETCH(0u)
-    for (uint block = 0u; block < blocks; block++) {
+    FETCH(team)
+    for (uint first_block = 0u; first_block < blocks; first_block += TEAMS) { // as many for each: barriers inside
+        const uint block = first_block + team, next = block + TEAMS;
         [[unroll]] for (uint i = 0u; i < ITEMS; i++)
             decode_to_tile(block, i, words[i]);
         [[unroll]] for (uint i = 0u; i < X_LOADS; i++) {
             const uint n = i * LANES + lane;
-            const uint at = ((n >> 2u) & 1u) * X_LOW + n / 8u * STRIDE + (n & 3u) * 2u;
+            const uint at = first_cell + ((n >> 2u) & 1u) * X_LOW + n / 8u * STRIDE + (n & 3u) * 2u;
             cells[at] = halves[i].xy;
             cells[at + 1u] = halves[i].zw;
         }
         barrier();
-        const uint next = min(block + 1u, blocks - 1u);
         FETCH(next)
 
         MATRIX_A high[ROW_PIECES * 2u];
         MATRIX_A low[ROW_PIECES * 2u];
         PIECES for (uint i = 0u; i < ROW_PIECES; i++)
             PIECES for (uint k = 0u; k < 2u; k++) {
-                const uint at = (one * ROW_PIECES + i) * 16u * STRIDE + k * 4u;
+                const uint at = first_cell + (one * ROW_PIECES + i) * 16u * STRIDE + k * 4u;
                 LOAD_A(high[i * 2u + k], W_HIGH + at);
 #ifndef FORMAT_F16
                 LOAD_A(low[i * 2u + k], W_LOW + at);
@@ -212,8 +231,8 @@ void main() {
             MATRIX_B x_high[2];
             MATRIX_B x_low[2];
             PIECES for (uint k = 0u; k < 2u; k++) {
-                LOAD_B(x_high[k], X_HIGH + j * 16u * STRIDE + k * 4u);
-                LOAD_B(x_low[k], X_LOW + j * 16u * STRIDE + k * 4u);
+                LOAD_B(x_high[k], first_cell + X_HIGH + j * 16u * STRIDE + k * 4u);
+                LOAD_B(x_low[k], first_cell + X_LOW + j * 16u * STRIDE + k * 4u);
             }
             PIECES for (uint i = 0u; i < ROW_PIECES; i++) {
                 const uint n = i * TOKEN_PIECES + j;
@@ -231,20 +250,24 @@ void main() {
         barrier();
     }
 
-    // Through shared memory, 16 x 16 a subgroup at a time, to the lanes that store four rows of a token.
-    const uint stage = one * 128u;
+    // Through shared memory, 16 x 16 a subgroup at a time, to the lanes that add up the teams' and store four rows
+    // of a token.
     PIECES for (uint i = 0u; i < ROW_PIECES; i++)
         PIECES for (uint j = 0u; j < TOKEN_PIECES; j++) {
             const uint n = i * TOKEN_PIECES + j;
             sums[n] = add(sums[n], small[n], 1.0 / 2048.0);
-            put(sums[n], stage);
+            put(sums[n], SUBGROUP_OF_LANE * 128u);
             barrier();
             const uint row0 = gl_WorkGroupID.x * ROWS + (one * ROW_PIECES + i) * 16u;
-            for (uint e = LANE_OF_ONE; e < 64u; e += LANES_OF_ONE) {
+            for (uint e = team * LANES_OF_ONE + LANE_OF_ONE; e < 64u; e += TEAMS * LANES_OF_ONE) {
                 const uint t = t0 + j * 16u + e / 4u, row = row0 + (e & 3u) * 4u;
-                const uvec2 a = cells[stage + e * 2u], b = cells[stage + e * 2u + 1u];
+                vec4 sum = vec4(0.0);
+                for (uint part = 0u; part < TEAMS; part++) {
+                    const uint at = (part * TEAM_SUBGROUPS + one) * 128u + e * 2u;
+                    sum += uintBitsToFloat(uvec4(cells[at], cells[at + 1u]));
+                }
                 if (t < used)
-                    store(row, t, uintBitsToFloat(uvec4(a, b)) * scale_of(x_row(t)) + load_bias(row));
+                    store(row, t, sum * scale_of(x_row(t)) + load_bias(row));
             }
             barrier();
         }

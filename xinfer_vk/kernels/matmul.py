@@ -53,8 +53,10 @@ MATVEC_LANES, MATVEC_GROUPS, MATVEC_TOKENS = (64, 128, 256), (1, 2), 8
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
 # matmul: a workgroup computes 64 or 128 rows of up to 64 tokens, each lane 4 or 8 rows of TILE / 16 tokens.
 TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
-# matmul_coop: a workgroup of 128 lanes computes 128 rows of up to 64 tokens.
+# matmul_coop: a workgroup of 128 lanes computes 128 rows of up to 64 tokens; or, for few tokens, teams of them
+# share the columns of as many times fewer rows.
 COOP_LANES, COOP_ROWS, COOP_TOKENS = 128, 128, (16, 32, 64)
+COOP_TEAMS, TEAM_TOKENS = (1, 2, 4, 8), 32
 SPLIT_FAMILIES = ("matmul_coop", "matmul_coop_check")
 
 Choice: TypeAlias = tuple[Kernel, int, int]  # and rows of W a workgroup computes, for how many tokens
@@ -222,12 +224,43 @@ def _matmuls(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool, quick
     return found
 
 
-def _coop(profile: DeviceProfile, fmt: str, tile: int) -> Choice:
+def _coop(profile: DeviceProfile, fmt: str, tile: int, teams: int = 1) -> Choice:
     # Devices without matrix units get the variant that does without: slow, for tests.
     matrix_units = "cooperative_matrix" in profile.features
-    subgroups = COOP_LANES // (profile.subgroup_size if matrix_units else 32)
-    spec = (("local_size", COOP_LANES), ("tokens", tile), ("subgroups", subgroups), ("experts", 0))
-    return _kernel("matmul_coop" if matrix_units else "matmul_coop_check", fmt, "", spec), COOP_ROWS, tile
+    spec = (
+        ("local_size", COOP_LANES), ("tokens", tile), ("subgroups", _coop_subgroups(profile)),
+        ("experts", 0), ("teams", teams),
+    )  # fmt: skip
+    family = "matmul_coop" if matrix_units else "matmul_coop_check"
+    return _kernel(family, fmt, "", spec), COOP_ROWS // teams, tile
+
+
+def _coop_subgroups(profile: DeviceProfile) -> int:
+    """Of a matmul_coop workgroup."""
+    return COOP_LANES // (profile.subgroup_size if "cooperative_matrix" in profile.features else 32)
+
+
+def _coops(profile: DeviceProfile, fmt: str, tokens: int, quick: bool) -> dict[str, Choice]:
+    """Every way to use matmul_coop, by name. ``quick``: of teams only the most."""
+    found = {}
+    for tile in COOP_TOKENS:
+        if tile >= 2 * max(tokens, COOP_TOKENS[0]):
+            continue
+        fitting = [
+            teams
+            for teams in COOP_TEAMS
+            if coop_bytes(tile, teams) <= profile.max_shared_bytes
+            and (teams == 1 or (teams <= _coop_subgroups(profile) and tokens <= TEAM_TOKENS))
+        ]
+        for teams in sorted({fitting[0], fitting[-1]} if quick and fitting else fitting):
+            name = f"coop {tile}" + (f" teams {teams}" if teams > 1 else "")
+            found[name] = _coop(profile, fmt, tile, teams)
+    return found
+
+
+def _named_coop(profile: DeviceProfile, fmt: str, name: str) -> Choice:
+    words = name.split()
+    return _coop(profile, fmt, int(words[1]), int(words[3]) if len(words) > 2 else 1)
 
 
 def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> Choice:
@@ -259,9 +292,7 @@ def variants(
     else:
         found |= _matmuls(profile, fmt, tokens, aligned, quick)
     if multiplies_halves(profile, tokens):
-        for tile in COOP_TOKENS:
-            if tile < 2 * max(tokens, COOP_TOKENS[0]) and coop_bytes(tile) <= profile.max_shared_bytes:
-                found[f"coop {tile}"] = _coop(profile, fmt, tile)
+        found |= _coops(profile, fmt, tokens, quick)
     kernels = [id(found["default"][0])]
     for name in list(found)[1:]:  # the same kernel needs no second name
         if id(found[name][0]) in kernels:
@@ -271,9 +302,9 @@ def variants(
     return found
 
 
-def coop_bytes(tokens: int) -> int:
+def coop_bytes(tokens: int, teams: int = 1) -> int:
     """Shared memory of a matmul_coop workgroup."""
-    return (COOP_ROWS + tokens) * 160
+    return (COOP_ROWS + teams * tokens) * 160
 
 
 def tuned_key(fmt: str, rows: int, cols: int, tokens: int) -> str:
@@ -344,9 +375,9 @@ def linear(
     if choice is not None:
         kernel, tile_rows, tile_tokens = choice
     elif halves is not None:
-        tile = int(variant.split()[1]) if variant.startswith("coop") else 0
+        named = variant.startswith("coop")
         kernel, tile_rows, tile_tokens = (
-            _coop(profile, fmt, tile) if tile else choose_halves(profile, fmt, tokens)
+            _named_coop(profile, fmt, variant) if named else choose_halves(profile, fmt, tokens)
         )
         x, x_stride = halves, tokens
     else:
