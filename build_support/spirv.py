@@ -45,8 +45,8 @@ class Interface:
 
     ``bindings``: the storage buffers of set 0 in binding order, each ``name:access`` with access
     ``r``, ``w`` or ``rw`` and the name of the block's first member (``source`` of ``uint source[]``).
-    ``push``: fields of the push-constant block, ``name:u`` / ``name:i`` / ``name:f``, one word each; a mat4
-    is 16 of them, ``name0:f`` to ``name15:f``, column by column.
+    ``push``: fields of the push-constant block, ``name:u`` / ``name:i`` / ``name:f``, one word each; a
+    mat4 is 16 of them, ``name0:f`` to ``name15:f``, column by column, and a mat2x4 8.
     ``spec``: name and default of each specialization constant, in ``constant_id`` order; the one of
     ``layout(local_size_x_id = 0)``, which has no name in GLSL, is called ``local_size_x``.
     ``capabilities``: what it asks of the device beyond Shader.
@@ -65,7 +65,8 @@ class _Module:
     decorations: dict[tuple[int, int], int] = field(default_factory=dict)  # (id, decoration) -> operand
     member_decorations: dict[tuple[int, int, int], int] = field(default_factory=dict)
     scalars: dict[int, str] = field(default_factory=dict)  # type id -> u, i, f
-    fours: dict[int, int] = field(default_factory=dict)  # vec4, mat4 -> their element's, their column's type
+    vec4s: dict[int, int] = field(default_factory=dict)  # type id -> the element's
+    matrices: dict[int, tuple[int, int]] = field(default_factory=dict)  # type id -> a column's, and how many
     structs: dict[int, list[int]] = field(default_factory=dict)
     pointees: dict[int, int] = field(default_factory=dict)
     variables: list[tuple[int, int, int]] = field(default_factory=list)  # id, type id, storage class
@@ -114,8 +115,10 @@ def _read(spirv: bytes) -> _Module:
             m.scalars[operands[0]] = "i" if operands[2] else "u"
         elif opcode == OP_TYPE_FLOAT and operands[1] == 32:
             m.scalars[operands[0]] = "f"
-        elif opcode in (OP_TYPE_VECTOR, OP_TYPE_MATRIX):
-            m.fours[operands[0]] = operands[1] if operands[2] == 4 else 0
+        elif opcode == OP_TYPE_VECTOR and operands[2] == 4:
+            m.vec4s[operands[0]] = operands[1]
+        elif opcode == OP_TYPE_MATRIX:
+            m.matrices[operands[0]] = operands[1], operands[2]
         elif opcode == OP_TYPE_STRUCT:
             m.structs[operands[0]] = list(operands[1:])
         elif opcode == OP_TYPE_POINTER:
@@ -168,12 +171,13 @@ def _push(m: _Module) -> tuple[str, ...]:
     fields: list[str] = []
     for i, member_type in enumerate(m.structs[blocks[0]]):
         name = m.member_names.get((blocks[0], i), str(i))
+        column, columns = m.matrices.get(member_type, (0, 0))
         if m.member_decorations.get((blocks[0], i, OFFSET)) != 4 * len(fields):
             raise SpirvError(f"push constant {name!r} is not at byte {4 * len(fields)}")
         if member_type in m.scalars:
             fields.append(f"{name}:{m.scalars[member_type]}")
-        elif (element := m.fours.get(m.fours.get(member_type, 0), 0)) in m.scalars:
-            fields += [f"{name}{j}:{m.scalars[element]}" for j in range(16)]
+        elif (element := m.vec4s.get(column, 0)) in m.scalars:
+            fields += [f"{name}{j}:{m.scalars[element]}" for j in range(4 * columns)]
         else:
             raise SpirvError(f"push constant {name!r} is not one 32-bit uint, int or float")
     return tuple(fields)

@@ -17,17 +17,25 @@
 // for each power by itself, and scaled once a block: sum(w x) = d sum(q x) + m sum(x). For more they are
 // scaled first: with 8 tokens that is a fifth of the work.
 //
-// Order matters in two more ways. Everything that branches (a load of a binding, a store of a lane) stands
-// before the products or after the sums are in shared memory: LLVM would move the additions behind a
-// branch that comes between, and keep every product on the stack until there. And x is loaded twice, from
-// addresses that differ only by a zero the compiler does not know: a load that is both a vector's part and
-// a memory operand would be neither.
+// Order matters in two more ways. Everything that branches (a load of a binding or a push constant, a store of
+// a lane) stands before the products or after the sums are in shared memory: LLVM would move the additions
+// behind a branch that comes between, and keep every product on the stack until there. And where x is needed
+// as a vector, too, it is loaded twice, from addresses that differ only by a zero the compiler does not know: a
+// load that is both a vector's part and a memory operand would be neither.
 //
-// Measured on a Zen 4 core of 3.6 GHz, CPU time, q4_1, 3072 x 576: 7 to 14 G weights/s for one token (from
-// memory, from the cache) against 4.4 of matmul_simd, 16 to 21 G products/s for 8 tokens against 10.5. Without
-// fused operations the core makes 29 to 58: code this long comes from its second cache, at 15 bytes a cycle, and
-// a product is two instructions of 14 bytes. What did not help: vectors of 512 bits (LP_NATIVE_VECTOR_WIDTH:
-// registers spill, and Mesa's shader cache does not know the width), loops with gathers, more than 8 tokens.
+// Code this long comes from the core's second cache, at 15 bytes a cycle, so short instructions are quick ones:
+// a displacement of x takes one byte instead of four up to 512 bytes before and behind the address. So x is
+// read through the address of the middle of a window of 1,024 bytes, which moves on by a step the compiler does
+// not know; it would add it to the displacements otherwise.
+//
+// What a run costs beside its products is its end: 8 tokens are stored with an instruction each if it is to an
+// address (a scatter); to a binding every lane by itself, with a test of its size. And no loops there, either.
+//
+// Measured on a Zen 4 core of 3.5 GHz that another process shares, CPU time, q4_1, 3072 x 576: 8 G weights/s for
+// one token, 21 to 25 G products/s for 8 tokens (matmul_simd: 6). The same instructions in a loop of 2 KiB
+// make 33; products and sums are two instructions (Mesa 25.0 fuses none). What did not help: vectors of 512
+// bits (LP_NATIVE_VECTOR_WIDTH: registers spill, and Mesa's shader cache does not know the width), loops with
+// gathers, more than 8 tokens, chunks so short that their code stays in the first cache (more ends).
 //
 // Bytes: the weights once per TOKENS tokens, x once per 8 rows (from the caches).
 // Workgroups: x = ceil(groups of 8 rows / row groups of a workgroup), y = ceil(tokens / TOKENS).
@@ -44,7 +52,7 @@ layout(constant_id = 1) const uint TOKENS = 1u;
 layout(constant_id = 2) const uint BLOCKS = 1u; // of a chunk
 layout(constant_id = 3) const uint CHUNKS = 1u;
 layout(constant_id = 4) const uint WHOLE = 1u;  // 0: the last chunk goes beyond the row
-layout(constant_id = 5) const uint DIGITS = 1u; // of the largest workgroup id in x, to base 16
+layout(constant_id = 5) const uint DIGITS = 1u; // of the largest workgroup id in x, to base 8
 #define GROUP_CONSTANT 6
 
 const uint LANES = 8u;
@@ -52,16 +60,18 @@ struct Run { uint word[LANES]; };    // a word of each row of a group
 struct Block { float column[32]; };  // of a row of x
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Words { Run run[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Floats { Block block[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Numbers { float number[]; };
 
 Words scales_at, data_at; // the first scale of this row group, and its first word of weights, in this chunk
 
-uint own(Run run) { // the word of the lane's row
-    uint v[LANES] = run.word;
+uint lanes_own(uint v[LANES]) { // v[lane], where all lanes have all of v
     [[unroll]] for (uint half_count = LANES / 2u, bit = 1u; half_count > 0u; half_count /= 2u, bit *= 2u)
         [[unroll]] for (uint i = 0u; i < half_count; i++)
             v[i] = (gl_SubgroupInvocationID & bit) != 0u ? v[2u * i + 1u] : v[2u * i];
     return v[0];
 }
+
+uint own(Run run) { return lanes_own(run.word); } // the word of the lane's row
 
 // formats.glsl decodes four rows at once; the other three are zero, and vanish.
 #define LOAD_SCALES(i) uvec4(own(scales_at.run[(i) >> 1u]), 0u, 0u, 0u)
@@ -70,7 +80,7 @@ uint own(Run run) { // the word of the lane's row
 #include "formats.glsl"
 
 layout(set = 0, binding = 1) readonly buffer X { float x[]; };  // [tokens][x_stride] at x_offset; by address
-layout(set = 0, binding = 2) buffer Y { float y[]; };           // [tokens][y_stride] at y_offset
+layout(set = 0, binding = 2) buffer Y { float y[]; };           // [tokens][y_stride] at y_offset; by address
 layout(set = 0, binding = 3) readonly buffer State { uint state[]; };
 layout(set = 0, binding = 4) readonly buffer Bias { float bias[]; }; // [rows of the whole matrix]
 layout(push_constant) uniform Push {
@@ -86,8 +96,9 @@ layout(push_constant) uniform Push {
     uint epilogue;    // as in linear.glsl
     uint count_at;    // word of the state buffer with the number of rows of x in use
     uint last_token;  // of the plan: rows of x beyond are not there
-    uint w_low, w_high, x_low, x_high; // the addresses of w and x
-    mat4 digits;      // see uniform.glsl
+    uint row_words, data_first; // ROW_WORDS and DATA_FIRST of cols
+    uint w_low, w_high, x_low, x_high, y_low, y_high; // the addresses of w, x and y
+    mat2x4 digits;    // see uniform.glsl
 } p;
 const uint NO_BIAS = 0xFFFFFFFFu;
 const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
@@ -97,6 +108,7 @@ const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
 #include "uniform.glsl"
 
 #define FOR_TOKENS [[unroll]] for (uint t = 0u; t < TOKENS; t++)
+#define FOR_FINISHED [[unroll]] for (uint j = 0u; j < FINISHED; j++)
 #define FOR_FOUR [[unroll]] for (uint n = 0u; n < 4u; n++)
 const bool SCALE_FIRST = TOKENS > 2u;
 #if defined(PAIRED)
@@ -111,6 +123,8 @@ const bool ONE_PLACE = LOW_PLACE == HIGH_PLACE;
 #endif
 
 Floats x_at[TOKENS], x_again[TOKENS];
+const uint WINDOW = 8u; // blocks; see open_window()
+const uint FINISHED = (TOKENS + CHUNKS - 1u) / CHUNKS; // tokens whose sums a run adds and stores, at most
 shared float sums[gl_WorkGroupSize.x * TOKENS]; // [row group][chunk][token][row]
 
 uvec2 advance(uvec2 address, uint bytes) {
@@ -119,8 +133,19 @@ uvec2 advance(uvec2 address, uint bytes) {
     return uvec2(low, address.y + carry);
 }
 
+// Lets x_at be the middle of a window of the rows of x that begin at word x_first.
+void open_window(uint x_first[TOKENS], uint window) {
+    const uint unknown_zero = floatBitsToUint(p.digits[0][0]);
+    const uint unknown_four = floatBitsToUint(p.digits[1][0]); // blocks: half a window
+    FOR_TOKENS {
+        const uint byte = 4u * (x_first[t] + BLOCK * unknown_four * (2u * window + 1u));
+        x_at[t] = Floats(advance(uvec2(p.x_low, p.x_high), byte));
+        x_again[t] = Floats(advance(uvec2(p.x_low, p.x_high), byte + unknown_zero));
+    }
+}
+
 // The sum of `count` columns (a multiple of 8) of a block of x, in all lanes.
-float sum_of(uint t, uint block, uint first, uint count) {
+float sum_of(uint t, int block, uint first, uint count) {
     const uint lane = gl_SubgroupInvocationID;
     float sum = 0.0;
     [[unroll]] for (uint c = 0u; c < count; c += LANES) {
@@ -136,39 +161,19 @@ float sum_of(uint t, uint block, uint first, uint count) {
     return sum + subgroupShuffle(sum, lane ^ 4u);
 }
 
-// Row `row` of token t is v. Where rows are pairs of a gate and its up, `up` is the next row, and row even.
-void finish(uint row, uint t, float v, float up) {
-    const bool paired = p.epilogue == SWIGLU || p.epilogue == GEGLU;
-    if (p.bias_offset != NO_BIAS) {
-        const uint at = p.bias_offset + p.first_row + row;
-        v += bias[at];
-        if (paired)
-            up += bias[at + 1u];
-    }
-    const uint at = p.y_offset + t * p.y_stride + (paired ? (p.first_row + row) / 2u : p.first_row + row);
-    if (paired)
-        v = (p.epilogue == SWIGLU ? silu(v) : gelu_tanh(v)) * up;
-    else if (p.epilogue == ADD)
-        v += y[at];
-    else if (p.epilogue == GATED)
-        v *= silu(y[at]);
-    y[at] = v;
-}
-
 void main() {
     const uint lane = gl_SubgroupInvocationID;
-    const uint run = uniformly(gl_SubgroupID, gl_WorkGroupSize.x > 16u * LANES ? 2u : 1u);
+    const uint run = uniformly(gl_SubgroupID, gl_WorkGroupSize.x > 8u * LANES ? 2u : 1u);
     const uint row_groups = gl_WorkGroupSize.x / LANES / CHUNKS; // of a workgroup
     const uint chunk = run % CHUNKS;
     const uint group = min(uniformly(gl_WorkGroupID.x, DIGITS) * row_groups + run / CHUNKS,
         (p.rows - 1u) / LANES); // groups beyond the last one work on it and store nothing
-    const uint t0 = TOKENS < 8u ? 0u : uniformly(gl_WorkGroupID.y, 2u) * TOKENS; // fewer are one tile
+    const uint t0 = TOKENS < 8u ? 0u : uniformly(gl_WorkGroupID.y, 3u) * TOKENS; // fewer are one tile
     const uint used = state[p.count_at];
 
-    const uint row_words = ROW_WORDS(p.cols), data_first = DATA_FIRST(p.cols);
     const uint blocks = p.cols / BLOCK, first_block = chunk * BLOCKS;
-    const uvec2 row_at = advance(uvec2(p.w_low, p.w_high), 4u * (p.w_offset + group * row_words * LANES));
-    data_at = Words(advance(row_at, 4u * LANES * (data_first + first_block * BLOCK_WORDS)));
+    const uvec2 row_at = advance(uvec2(p.w_low, p.w_high), 4u * (p.w_offset + group * p.row_words * LANES));
+    data_at = Words(advance(row_at, 4u * LANES * (p.data_first + first_block * BLOCK_WORDS)));
 #if defined(GROUPED)
     scales_at = Words(row_at);
     const uint scale_block = first_block; // where blocks are counted from that have their scales at scales_at
@@ -178,33 +183,43 @@ void main() {
     scales_at = Words(advance(row_at, 4u * LANES * scale_words));
     const uint scale_block = from_chunk ? 0u : first_block;
 #endif
-    const uint unknown_zero = floatBitsToUint(p.digits[0][0]);
-    FOR_TOKENS {
-        const uint word = p.x_offset + min(t0 + t, p.last_token) * p.x_stride + first_block * BLOCK;
-        x_at[t] = Floats(advance(uvec2(p.x_low, p.x_high), 4u * word));
-        x_again[t] = Floats(advance(uvec2(p.x_low, p.x_high), 4u * word + unknown_zero));
-    }
+    uint x_first[TOKENS]; // words
+    FOR_TOKENS x_first[t] = p.x_offset + min(t0 + t, p.last_token) * p.x_stride + first_block * BLOCK;
+    open_window(x_first, 0u);
+
+    const uint row = group * LANES + lane;
+    const bool paired = p.epilogue == SWIGLU || p.epilogue == GEGLU; // rows are gate, up, gate, up, …
+    const bool stores = gl_WorkGroupID.x * row_groups + gl_SubgroupID / CHUNKS == group && row < p.rows
+        && (!paired || (row & 1u) == 0u);
+    float row_bias = 0.0;
+    if (p.bias_offset != NO_BIAS)
+        row_bias = bias[p.bias_offset + p.first_row + min(row, p.rows - 1u)];
 
     float acc[TOKENS];
     FOR_TOKENS acc[t] = 0.0;
 #ifndef SCALED // the last cols % 32 columns; what lies beyond them in x is not read
-    [[dont_unroll]] for (uint k = chunk == 0u ? blocks * BLOCK_UNITS : row_words; k < row_words; k++) {
+    [[dont_unroll]] for (uint k = chunk == 0u ? blocks * BLOCK_UNITS : p.row_words; k < p.row_words; k++) {
         uvec4 raw[RAW];
         raw[0] = uvec4(Words(row_at).run[k].word[lane], 0u, 0u, 0u);
         vec4 v[WEIGHTS];
         decode(raw, k, v);
         [[unroll]] for (uint i = 0u; i < WEIGHTS; i++)
-            if (column(k, i) < p.cols)
-                FOR_TOKENS acc[t] += v[i].x * x_at[t].block[column(k, i) / BLOCK].column[column(k, i) % BLOCK];
+            if (column(k, i) < p.cols) {
+                const int x_block = int(column(k, i) / BLOCK) - int(WINDOW / 2u);
+                FOR_TOKENS acc[t] += v[i].x * x_at[t].block[x_block].column[column(k, i) % BLOCK];
+            }
     }
 #endif
     [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
+        if (i > 0u && i % WINDOW == 0u)
+            open_window(x_first, i / WINDOW);
         uint b = i;
         bool within = true;
         if (WHOLE == 0u) {
             within = first_block + i < blocks;
             b = min(first_block + i, blocks - 1u) - first_block;
         }
+        const int x_block = int(b) - int(i / WINDOW * WINDOW + WINDOW / 2u); // from x_at on
 #ifdef PAIRED
         [[unroll]] for (uint from = 0u; from < 4u; from += SCALE_UNITS) {
             const uint k = (scale_block + b) * BLOCK_UNITS + from;
@@ -239,8 +254,8 @@ void main() {
     #endif
                     }
                     FOR_TOKENS {
-                        const float xl = x_at[t].block[b].column[LOW_COLUMN(unit) + n];
-                        const float xh = x_at[t].block[b].column[HIGH_COLUMN(unit) + n];
+                        const float xl = x_at[t].block[x_block].column[LOW_COLUMN(unit) + n];
+                        const float xh = x_at[t].block[x_block].column[HIGH_COLUMN(unit) + n];
                         if (SCALE_FIRST) {
                             acc[t] += wl * xl;
                             acc[t] += wh * xh;
@@ -264,7 +279,7 @@ void main() {
                     }
                     acc[t] += scale * part;
     #ifdef SUMS
-                    acc[t] += level * sum_of(t, b, LOW_COLUMN(from), 8u * SCALE_UNITS);
+                    acc[t] += level * sum_of(t, x_block, LOW_COLUMN(from), 8u * SCALE_UNITS);
     #endif
                 }
         }
@@ -297,9 +312,9 @@ void main() {
     #ifdef SUMS
                     w += level;
     #endif
-                    FOR_TOKENS acc[t] += w * x_at[t].block[b].column[c];
+                    FOR_TOKENS acc[t] += w * x_at[t].block[x_block].column[c];
                 } else {
-                    FOR_TOKENS part[4u * t + (c & 3u)] += w * x_at[t].block[b].column[c];
+                    FOR_TOKENS part[4u * t + (c & 3u)] += w * x_at[t].block[x_block].column[c];
                 }
             }
         }
@@ -307,43 +322,59 @@ void main() {
             FOR_TOKENS {
                 acc[t] += scale * ((part[4u * t] + part[4u * t + 1u]) + (part[4u * t + 2u] + part[4u * t + 3u]));
     #ifdef SUMS
-                acc[t] += level * sum_of(t, b, 0u, BLOCK);
+                acc[t] += level * sum_of(t, x_block, 0u, BLOCK);
     #endif
             }
 #endif
     }
 
-    // Every lane stores all eight sums of its subgroup: to a uniform address, like the loads.
-    FOR_TOKENS [[unroll]] for (uint i = 0u; i < LANES; i++)
-        sums[(run * TOKENS + t) * LANES + i] = subgroupShuffle(acc[t], i);
-    if (CHUNKS > 1u)
+    if (CHUNKS == 1u) {
+        // For nobody to read: the additions would be moved behind the branches.
+        FOR_TOKENS sums[run * TOKENS + t] = subgroupShuffle(acc[t], 0u);
+    } else {
+        // Every lane stores all eight sums of its subgroup: to a uniform address, like the loads.
+        FOR_TOKENS [[unroll]] for (uint i = 0u; i < LANES; i++)
+            sums[(run * TOKENS + t) * LANES + i] = subgroupShuffle(acc[t], i);
         barrier();
-
-    const float next = subgroupShuffle(acc[0], lane ^ 1u);
-
-    // From here on nothing uniform is needed, nor used: a variable of a loop may take its name, and make it
-    // one that is not.
-    const uint first = gl_SubgroupID / CHUNKS * CHUNKS;
-    const uint row = (gl_WorkGroupID.x * row_groups + gl_SubgroupID / CHUNKS) * LANES + lane;
-    const bool paired = p.epilogue == SWIGLU || p.epilogue == GEGLU;
-    if (row >= p.rows || (paired && (row & 1u) != 0u))
-        return;
-    if (TOKENS * CHUNKS == 1u) {
-        if (used > 0u)
-            finish(row, 0u, acc[0], next);
-        return;
-    }
-    [[dont_unroll]] for (uint i = gl_SubgroupID % CHUNKS; i < TOKENS; i += CHUNKS) {
-        const uint t = gl_WorkGroupID.y * TOKENS + i;
-        if (t >= used)
-            break;
-        float v = 0.0, up = 0.0;
-        [[dont_unroll]] for (uint c = first; c < first + CHUNKS; c++) {
-            const uint at = (c * TOKENS + i) * LANES + lane;
-            v += sums[at];
-            if (paired)
-                up += sums[at + 1u];
+        FOR_FINISHED {
+            const uint t = min(chunk + j * CHUNKS, TOKENS - 1u);
+            acc[j] = 0.0;
+            [[unroll]] for (uint c = 0u; c < CHUNKS; c++) {
+                uint numbers[LANES];
+                [[unroll]] for (uint i = 0u; i < LANES; i++)
+                    numbers[i] = floatBitsToUint(sums[((run - chunk + c) * TOKENS + t) * LANES + i]);
+                acc[j] += uintBitsToFloat(lanes_own(numbers));
+            }
         }
-        finish(row, t, v, up);
     }
+    float up[FINISHED];
+    FOR_FINISHED {
+        acc[j] += row_bias;
+        up[j] = subgroupShuffle(acc[j], lane ^ 1u);
+    }
+
+    // From here on nothing uniform is needed.
+    if (!stores)
+        return;
+    Numbers y_at = Numbers(uvec2(p.y_low, p.y_high));
+    bool wanted[FINISHED];
+    uint at[FINISHED];
+    FOR_FINISHED {
+        const uint i = chunk + j * CHUNKS;
+        wanted[j] = i < TOKENS && t0 + i < used;
+        at[j] = p.y_offset + (t0 + i) * p.y_stride + (paired ? (p.first_row + row) / 2u : p.first_row + row);
+    }
+    if (p.epilogue == SWIGLU) {
+        FOR_FINISHED acc[j] = silu(acc[j]) * up[j];
+    } else if (p.epilogue == GEGLU) {
+        FOR_FINISHED acc[j] = gelu_tanh(acc[j]) * up[j];
+    } else if (p.epilogue != STORE) {
+        FOR_FINISHED {
+            const float old = wanted[j] ? y_at.number[at[j]] : 0.0;
+            acc[j] = p.epilogue == ADD ? acc[j] + old : acc[j] * silu(old);
+        }
+    }
+    FOR_FINISHED
+        if (wanted[j])
+            y_at.number[at[j]] = acc[j];
 }

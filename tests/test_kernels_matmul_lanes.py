@@ -82,6 +82,19 @@ def test_bias_and_epilogues_equal_float64(epilogue: str, runtime: Any, profile: 
         check(Product("q4_1", 38, 128, 16, 13, epilogue, bias), runtime, profile)
 
 
+@pytest.mark.parametrize("fmt", ("f32", "q4_0"))
+def test_windows_of_x_meet(fmt: str, runtime: Any, profile: DeviceProfile, unrolled: Any) -> None:
+    unrolled(9)
+    check(Product(fmt, 9, columns(fmt, 17), 1, 1), runtime, profile)  # the last chunk goes beyond the row
+    check(Product(fmt, 9, columns(fmt, 9), 8, 8), runtime, profile)
+
+
+def test_more_chunks_than_tokens(runtime: Any, profile: DeviceProfile, unrolled: Any) -> None:
+    unrolled(1)
+    for tokens in (1, 4, 8):
+        check(Product("q4_1", 40, 320, tokens, tokens, "add", bias=True), runtime, profile)
+
+
 def test_unused_token_rows_are_neither_read_nor_written(runtime: Any, profile: DeviceProfile) -> None:
     for tokens, used in ((1, 0), (8, 0), (8, 5), (64, 33)):
         check(Product("q4_1", 40, 64, tokens, used), runtime, profile)

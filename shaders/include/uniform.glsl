@@ -6,16 +6,16 @@
 // instructions. What it knows to be uniform are push constants, constants, and what is computed from these
 // (nir_src_is_always_uniform; not workgroup ids or loop counters); and it uses that only outside of all
 // branches and loops, where it needs no mask (invocation_0_must_be_active). So a number such as
-// gl_WorkGroupID.x is looked up, four bits at a time, in a table of push constants that holds 0 to 15.
+// gl_WorkGroupID.x is looked up, three bits at a time, in a table of push constants that holds 0 to 7.
 // Everywhere else uniformly(v) is simply v. The table is a matrix and no array, because an index into an
 // array of push constants would have to be the same in the whole workgroup.
-// The push constants p have the table as `mat4 digits`: digits[i][j] is 4i + j, the bits of a uint.
+// The push constants p have the table as `mat2x4 digits`: digits[i][j] is 4i + j, the bits of a uint.
 
-uint uniformly(uint v, uint digits) { // v < 16^digits
+uint uniformly(uint v, uint digits) { // v < 8^digits
     uint u = 0u;
     [[unroll]] for (uint i = 0u; i < digits; i++) {
-        const uint digit = (v >> (4u * i)) & 15u;
-        u |= floatBitsToUint(p.digits[digit >> 2u][digit & 3u]) << (4u * i);
+        const uint digit = (v >> (3u * i)) & 7u;
+        u |= floatBitsToUint(p.digits[digit >> 2u][digit & 3u]) << (3u * i);
     }
     return u;
 }

@@ -413,7 +413,7 @@ def linear(
         if by_lanes:
             found = matmul_lanes.choose(profile, fmt, part.rows, cols, tokens, oracle_of(fmt))
         if found is not None:
-            chosen, params = found, matmul_lanes.params_of(params, tokens)
+            chosen, params = found, matmul_lanes.params_of(fmt, params, tokens)
         groups = (ceil_div(part.rows, chosen[1]), ceil_div(tokens, chosen[2]))
         steps.append(make_step(chosen[0], buffers, params, groups, label, independent=bool(steps)))
     return steps

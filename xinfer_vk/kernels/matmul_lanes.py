@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from xinfer_vk.kernels.base import ceil_div
-from xinfer_vk.kernels.layout import BLOCK, BLOCK_LAYOUTS, ROWS, shader_format
+from xinfer_vk.kernels.layout import BLOCK, BLOCK_LAYOUTS, ROWS, row_words, scale_words, shader_format
 from xinfer_vk.plan import DeviceProfile, Kernel, OracleCall
 
 BINDINGS = ("w", "x", "y", "state", "bias")
 PARAMS = (
     "w_offset:u", "rows:u", "cols:u", "first_row:u", "x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u",
-    "bias_offset:u", "epilogue:u", "count_at:u", "last_token:u", "w_low:u", "w_high:u", "x_low:u", "x_high:u",
-    *(f"digits{i}:u" for i in range(16)),
+    "bias_offset:u", "epilogue:u", "count_at:u", "last_token:u", "row_words:u", "data_first:u",
+    "w_low:u", "w_high:u", "x_low:u", "x_high:u", "y_low:u", "y_high:u", *(f"digits{i}:u" for i in range(8)),
 )  # fmt: skip
-ADDRESSES = (("w_low", "w"), ("x_low", "x"))
+ADDRESSES = (("w_low", "w"), ("x_low", "x"), ("y_low", "y"))
 NO_BIAS = 0xFFFFFFFF
 
 TOKENS = (1, 2, 4, 8)  # of a workgroup
@@ -74,7 +74,7 @@ def choose(
     if lanes > profile.max_workgroup_invocations or lanes * tile * 4 > profile.max_shared_bytes:
         return None
     digits, workgroups = 1, ceil_div(groups, each)
-    while workgroups > 16**digits:
+    while workgroups > 8**digits:
         digits += 1
     whole = int(blocks * count == cols // BLOCK)
     spec = (
@@ -84,11 +84,13 @@ def choose(
     return _kernel(fmt, spec, oracle), each * ROWS, tile
 
 
-def params_of(params: Mapping[str, int | float], tokens: int) -> dict[str, int | float]:
+def params_of(fmt: str, params: Mapping[str, int | float], tokens: int) -> dict[str, int | float]:
     """The push constants of this family from those of the others."""
     own: dict[str, int | float] = {field.split(":")[0]: 0 for field in PARAMS}
     own |= {name: value for name, value in params.items() if name in own}
-    own |= {f"digits{i}": i for i in range(16)}  # see include/uniform.glsl
+    own |= {f"digits{i}": i for i in range(8)}  # see include/uniform.glsl
+    cols = int(params["cols"])
+    own["row_words"], own["data_first"] = row_words(fmt, cols), scale_words(fmt, cols)
     own["last_token"] = tokens - 1
     if not params["has_bias"]:
         own["bias_offset"] = NO_BIAS
