@@ -15,7 +15,7 @@ from weight_matrices import random_matrix
 from xinfer_vk.engine import tune as tuning
 from xinfer_vk.engine.tune import tune
 from xinfer_vk.errors import DeviceError, UsageError
-from xinfer_vk.kernels import matmul
+from xinfer_vk.kernels import matmul, matmul_a8
 from xinfer_vk.kernels.base import Part
 from xinfer_vk.plan import BufferKind
 from xinfer_vk.reference import NumpyRuntime
@@ -34,10 +34,11 @@ class OnDevice(Matrix):
 
 
 def put(rt: Any, fmt: str = "q4_0") -> OnDevice:
-    words = random_matrix(fmt, ROWS, COLS, np.random.default_rng(3)).words
+    cols = 256 if fmt == "q4_k" else COLS
+    words = random_matrix(fmt, ROWS, cols, np.random.default_rng(3)).words
     buffer = rt.allocate("w", -(-words.size // 4) * 4, BufferKind.WEIGHTS)
     rt.write(buffer, 0, words)
-    return OnDevice(fmt, ROWS, COLS, (), False, tuning.Ref(buffer))
+    return OnDevice(fmt, ROWS, cols, (), False, tuning.Ref(buffer))
 
 
 @pytest.fixture
@@ -167,6 +168,33 @@ def test_every_variant_runs_and_is_right_on_the_device(runtime: Any, tmp_path: P
     try:
         assert tune(runtime, [put(runtime), put(runtime, "f16")], folder=tmp_path, max_tokens=64) == ()
         assert runtime.profile.tuned
+    finally:
+        runtime.profile = before
+
+
+def test_products_in_8_bits_are_tuned_apart(gpu, timed, tmp_path: Path) -> None:
+    weights = [put(gpu), put(gpu, "q4_k")]  # the latter has none
+    assert tune(gpu, weights, folder=tmp_path, activations="int8") == ()
+    tried = len(timed["calls"])
+    assert chosen(gpu, 8) == "default" and "q4_k 40x256 for 8" in gpu.profile.tuned
+    kernel, _, _ = matmul_a8.tuned_choice(gpu.profile, "q4_0", ROWS, COLS, 8)
+    assert kernel.shader.startswith("matvec_a8") and dict(kernel.spec)["local_size"] == 128
+    kernel, _, tile = matmul_a8.tuned_choice(gpu.profile, "q4_0", ROWS, COLS, 512)
+    assert kernel.shader.startswith("matmul_a8") and tile == 16
+    assert matmul_a8.choose(gpu.profile, "q4_0", COLS, 512)[2] == 64
+    tune(gpu, weights, folder=tmp_path, activations="int8")
+    assert len(timed["calls"]) == tried
+    tune(gpu, weights, folder=tmp_path)
+    assert len(timed["calls"]) > tried and chosen(gpu, 8) == "matvec 128"
+
+
+def test_every_variant_in_8_bits_is_right_on_the_device(runtime: Any, tmp_path: Path) -> None:
+    before = runtime.profile
+    runtime.profile = replace(before, simd=False)
+    try:
+        weights = [put(runtime), put(runtime, "q8_0")]
+        assert tune(runtime, weights, folder=tmp_path, max_tokens=64, activations="int8") == ()
+        assert "q4_0 int8 40x64 for 64" in runtime.profile.tuned
     finally:
         runtime.profile = before
 

@@ -129,8 +129,9 @@ class LLM:
                 stage = "loading weights" if quantize is None else f"quantizing to {quantize}"
                 planner.upload(self.runtime, self._stage(stage))
                 self._notes += tune_products(
-                    self.runtime, matrices(self.weights), tune, progress=self._stage("choosing kernels")
-                )
+                    self.runtime, matrices(self.weights), tune, activations=activations,
+                    progress=self._stage("choosing kernels"),
+                )  # fmt: skip
             except BaseException:
                 self.runtime.close()
                 raise

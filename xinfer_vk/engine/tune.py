@@ -26,11 +26,13 @@ import numpy as np
 from xinfer_vk import __version__
 from xinfer_vk.errors import DeviceLostError, OutOfMemoryError, UsageError, XinferError
 from xinfer_vk.folders import keep, optional_cache_folder
+from xinfer_vk.kernels import matmul_a8
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.halves import halves_words, split_halves
-from xinfer_vk.kernels.matmul import linear, tuned_key, variants
-from xinfer_vk.plan import Buffer, BufferKind, Plan, Runtime, Step
+from xinfer_vk.kernels.matmul import Choice, linear, tuned_key, variants
+from xinfer_vk.kernels.quantize_rows import quantize_rows, quantized_words
+from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
 from xinfer_vk.weights.device import Matrix
 
 Tune = Literal["off", "quick", "full"]
@@ -50,16 +52,24 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Shape:
-    """Matrices of one format and size, and for how many rows of x a product with them is wanted."""
+    """Matrices of one format and size, and for how many rows of x a product with them is wanted; ``int8``:
+    these are in 8 bits."""
 
     fmt: str
     rows: int
     cols: int
     tokens: int
+    int8: bool = False
 
     @property
     def key(self) -> str:
-        return tuned_key(self.fmt, self.rows, self.cols, self.tokens)
+        fmt = matmul_a8.tuned_format(self.fmt) if self.int8 else self.fmt
+        return tuned_key(fmt, self.rows, self.cols, self.tokens)
+
+    def variants(self, profile: DeviceProfile, quick: bool) -> dict[str, Choice]:
+        if self.int8:
+            return matmul_a8.variants(profile, self.fmt, self.cols, self.tokens)
+        return variants(profile, self.fmt, self.cols, self.tokens, True, quick)
 
 
 def tune(
@@ -67,28 +77,29 @@ def tune(
     matrices: Iterable[Matrix],
     how: Tune = "quick",
     *,
+    activations: str = "f32",
     max_tokens: int = state_layout.MAX_TOKENS,
     progress: Progress | None = None,
     folder: Path | None = None,
 ) -> tuple[str, ...]:
     """Find the fastest variants for ``matrices`` and put them into ``runtime.profile``; what the user should
     be told, a line each. ``quick`` tries four numbers of rows and the likely variants, ``full`` all of both;
-    ``off`` does nothing, and neither does a device with nothing to choose. ``folder``: where choices are
-    kept."""
+    ``off`` does nothing, and neither does a device with nothing to choose. ``activations``: "f32" or "int8",
+    in which the matrices' products are made where their format allows. ``folder``: where choices are kept."""
     if how not in TUNE_CHOICES:
         raise UsageError(f"tune is {how!r}: it is one of {', '.join(TUNE_CHOICES)}")
     if how == "off":
         return ()
     tried = [t for t in (QUICK_TOKENS if how == "quick" else FULL_TOKENS) if t <= max_tokens]
-    by_shape: dict[tuple[str, int, int], list[Matrix]] = {}
+    by_shape: dict[Shape, list[Matrix]] = {}  # of any number of tokens
     for m in dict.fromkeys(matrices):
-        by_shape.setdefault((m.fmt, m.rows, m.cols), []).append(m)
+        int8 = activations == "int8" and m.fmt in matmul_a8.FORMATS
+        by_shape.setdefault(Shape(m.fmt, m.rows, m.cols, 0, int8), []).append(m)
     shapes = {
         shape: same[:MATRICES]
-        for key, same in by_shape.items()
-        for shape in (Shape(*key, tokens) for tokens in tried)
-        if shape.rows * shape.tokens <= LARGEST_RESULT
-        and len(variants(runtime.profile, shape.fmt, shape.cols, shape.tokens, True)) > 1
+        for of_any, same in by_shape.items()
+        for shape in (replace(of_any, tokens=tokens) for tokens in tried)
+        if shape.rows * shape.tokens <= LARGEST_RESULT and len(shape.variants(runtime.profile, True)) > 1
     }
     if not shapes:
         return ()
@@ -119,18 +130,18 @@ def tune(
         finally:
             tuner.free()
     tuned = dict(file.choices)
-    for fmt, rows, cols in by_shape:
-        _fill_buckets(tuned, fmt, rows, cols, tried)
+    for of_any in by_shape:
+        _fill_buckets(tuned, of_any, tried)
     runtime.profile = replace(runtime.profile, tuned=tuned)
     return tuple(problems)
 
 
-def _fill_buckets(tuned: dict[str, str], fmt: str, rows: int, cols: int, tried: Sequence[int]) -> None:
+def _fill_buckets(tuned: dict[str, str], shape: Shape, tried: Sequence[int]) -> None:
     """The buckets that were not tried take the choice of the next one above that was."""
     for tokens in FULL_TOKENS:
         above = next((t for t in tried if t >= tokens), None)
-        if above is not None and (choice := tuned.get(tuned_key(fmt, rows, cols, above))):
-            tuned.setdefault(tuned_key(fmt, rows, cols, tokens), choice)
+        if above is not None and (choice := tuned.get(replace(shape, tokens=above).key)):
+            tuned.setdefault(replace(shape, tokens=tokens).key, choice)
 
 
 class Tuner:
@@ -145,6 +156,8 @@ class Tuner:
             self._y = self._allocate("tuner: y", max(s.tokens * s.rows for s in shapes))
             halves = max(halves_words(s.tokens, s.cols) for s in shapes)
             self._halves = self._allocate("tuner: halves", halves)
+            quantized = max((s.tokens * quantized_words(s.cols) for s in shapes if s.int8), default=1)
+            self._quantized = self._allocate("tuner: x in 8 bits", quantized)
             words = state_layout.state_words(1, 1)
             self._state = self._allocate("tuner: state", words, BufferKind.STATE)
             values = np.random.default_rng(0).standard_normal(self._x.words).astype(np.float32)
@@ -156,7 +169,7 @@ class Tuner:
     def fastest(self, shape: Shape, matrices: Sequence[Matrix], file: ChoiceFile, problems: list[str]) -> str:
         """The name of the variant. Those that fail or compute something else are told in ``problems``."""
         best, best_s, reference = "default", np.inf, np.empty(0, np.float32)
-        for name in variants(self._runtime.profile, shape.fmt, shape.cols, shape.tokens, True, self._quick):
+        for name in shape.variants(self._runtime.profile, self._quick):
             if file.crashed(shape, name):
                 problems.append(f"{name} for {shape.key} ended the program last time: it is not used")
                 continue
@@ -187,14 +200,21 @@ class Tuner:
         words[state_layout.N_TOKENS] = shape.tokens
         self._runtime.write(self._state, 0, words)
         steps: list[Step] = []
+        profile, state = self._runtime.profile, self._state
         for m in matrices:
-            halves = None
-            if name.startswith("coop"):
+            x, x_stride, halves, choice = Ref(self._x), shape.cols, None, None
+            if shape.int8:
+                x, x_stride = Ref(self._quantized), quantized_words(shape.cols)
+                steps += quantize_rows(
+                    profile, Ref(self._x), shape.cols, x, x_stride, shape.cols, shape.tokens, state, "tokens"
+                )
+                choice = shape.variants(profile, self._quick)[name]
+            elif name.startswith("coop"):
                 halves = Ref(self._halves)
-                steps += split_halves(Ref(self._x), shape.cols, shape.cols, halves, shape.tokens, self._state)
+                steps += split_halves(x, x_stride, shape.cols, halves, shape.tokens, state)
             steps += linear(
-                self._runtime.profile, m.fmt, m.parts, m.cols, Ref(self._x), shape.cols, Ref(self._y),
-                m.rows, shape.tokens, self._state, None, "store", "tokens", halves=halves, variant=name,
+                profile, m.fmt, m.parts, m.cols, x, x_stride, Ref(self._y), m.rows, shape.tokens, state, None,
+                "store", "tokens", halves=halves, variant=name, choice=choice,
             )  # fmt: skip
         recorded = self._runtime.prepare(Plan(f"{name} for {shape.key}", tuple(steps)))
         recorded.run()

@@ -53,8 +53,8 @@ MATVEC_LANES, MATVEC_GROUPS, MATVEC_TOKENS = (64, 128, 256), (1, 2), 8
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
 # matmul: a workgroup computes 64 or 128 rows of up to 64 tokens, each lane 4 or 8 rows of TILE / 16 tokens.
 TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
-# matmul_coop: a workgroup of 128 lanes computes 128 rows of up to 64 tokens; or, for few tokens, teams of them
-# share the columns of as many times fewer rows.
+# matmul_coop: a workgroup of 128 lanes computes 128 rows of up to 64 tokens; or, for few tokens, teams of
+# them share the columns of as many times fewer rows.
 COOP_LANES, COOP_ROWS, COOP_TOKENS = 128, 128, (16, 32, 64)
 COOP_TEAMS, TEAM_TOKENS = (1, 2, 4, 8), 32
 SPLIT_FAMILIES = ("matmul_coop", "matmul_coop_check")
@@ -293,13 +293,15 @@ def variants(
         found |= _matmuls(profile, fmt, tokens, aligned, quick)
     if multiplies_halves(profile, tokens):
         found |= _coops(profile, fmt, tokens, quick)
-    kernels = [id(found["default"][0])]
-    for name in list(found)[1:]:  # the same kernel needs no second name
-        if id(found[name][0]) in kernels:
-            del found[name]
-        else:
-            kernels.append(id(found[name][0]))
-    return found
+    return distinct(found)
+
+
+def distinct(found: dict[str, Choice]) -> dict[str, Choice]:
+    """Each kernel once, under its first name."""
+    first: dict[int, str] = {}
+    for name, (kernel, _, _) in found.items():
+        first.setdefault(id(kernel), name)
+    return {name: found[name] for name in first.values()}
 
 
 def coop_bytes(tokens: int, teams: int = 1) -> int:

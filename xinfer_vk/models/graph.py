@@ -21,7 +21,7 @@ from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.matmul import linear, planned_rows, tuned_variant
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
-from xinfer_vk.kernels.matmul_a8 import choose as choose_a8
+from xinfer_vk.kernels.matmul_a8 import tuned_choice as tuned_a8
 from xinfer_vk.kernels.norm_rope import norm_rope
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.quantize_rows import quantize_rows
@@ -213,7 +213,7 @@ class Graph:
                 if quantized is None or w.order is not None:
                     quantized = self._quantized(at, w.cols, rows, count)
                 at = quantized
-                product = partial(linear, choice=choose_a8(self.profile, w.fmt, w.cols, rows))
+                product = partial(linear, choice=tuned_a8(self.profile, w.fmt, w.rows, w.cols, rows))
                 quantized = None if w.order is not None else quantized
             elif self._takes_halves(w, rows):
                 if halves is None or w.order is not None:
