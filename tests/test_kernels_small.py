@@ -1,4 +1,4 @@
-"""RMSNorm, RoPE, KV copy, SwiGLU, argmax: every case on every device, and against other formulas."""
+"""RMSNorm, RoPE with the KV cache, SwiGLU, argmax: every case on every device, and against other formulas."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import kv
 from xinfer_vk.kernels import state as st
+from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
 from xinfer_vk.kernels.argmax import NAN_RESULT, argmax, argmax_partial_words
 from xinfer_vk.kernels.base import Ref
-from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.rmsnorm import rmsnorm
-from xinfer_vk.kernels.rope import rope, rope_table
+from xinfer_vk.kernels.rope import rope_table
 from xinfer_vk.kernels.swiglu import swiglu
 from xinfer_vk.plan import BufferKind
 from xinfer_vk.selftest import device, small
@@ -87,42 +87,86 @@ def test_rmsnorm_is_as_exact_as_a_float32_computation_in_numpy(bench):
     assert np.abs(got.reshape(3, dim) - exact).max() <= 2 * np.abs(plain - exact).max()
 
 
-def test_rope_is_the_rotate_half_of_hugging_face(bench):
-    rng = np.random.default_rng(0)
-    heads, dim, positions = 3, 16, np.array([0, 5, 1000])
-    x = rng.standard_normal((3, heads, dim)).astype(np.float32)
-    inv_freq = 10000.0 ** -(np.arange(0, dim, 2) / dim)
-    words = Batch(((0, 3),), 3).state()
-    words[st.POSITION : st.POSITION + 3] = positions
-    state = bench.filled("state", words, BufferKind.STATE)
-    vectors, table = bench.filled("x", x), bench.filled("table", rope_table(inv_freq, np.arange(1001)))
-    steps = rope(bench.profile, Ref(vectors), heads * dim, heads, dim, dim, Ref(table), 3, state)
-    got = bench.run(steps)["x"].view(np.float32).reshape(x.shape)
-    angles = np.concatenate([positions[:, None] * inv_freq] * 2, axis=1)[:, None]
-    rotated = np.concatenate([-x[..., dim // 2 :], x[..., : dim // 2]], axis=-1)
-    np.testing.assert_allclose(got, x * np.cos(angles) + rotated * np.sin(angles), rtol=0, atol=1e-6)
-
-
-def test_what_is_copied_to_the_cache_is_read_back_in_order(bench):
-    """Positions of two sequences, through shuffled blocks, and f16 rounds as NumPy does."""
-    heads, dim = 2, 24
-    batch = Batch(((0, 40), (0, 70)), 110, seed=3)
-    rng = np.random.default_rng(0)
-    k = rng.standard_normal((110, heads, dim)).astype(np.float32)
-    v = np.resize(HALF_EDGES[np.isfinite(HALF_EDGES)], k.shape).astype(np.float32)
-    region = batch.blocks * heads * dim // 2 * 32
-    cache = bench.buffer("cache", 2 * region, BufferKind.KV)
-    state = batch.state_buffer(bench)
-    steps = copy_kv(
-        bench.profile, "f16", Ref(bench.filled("k", k)), heads * dim, Ref(bench.filled("v", v)), heads * dim,
-        cache, 0, region, heads, dim, 110, state,
+def appended(
+    bench: Bench,
+    batch: Batch,
+    kv_dtype: str,
+    vectors: tuple[np.ndarray, np.ndarray, np.ndarray],
+    norms: tuple[np.ndarray, np.ndarray] | None = None,
+    angles: np.ndarray | None = None,
+) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
+    """Queries, and keys and values of each sequence, after ``vectors`` (queries, keys, values
+    [tokens, heads, head_dim] of new tokens) were appended to an empty cache."""
+    _, heads, head_dim = vectors[0].shape
+    kv_heads = vectors[1].shape[1]
+    region = batch.blocks * kv_heads * kv.vector_words(kv_dtype, head_dim) * st.BLOCK_TOKENS
+    qkv, stride = np.concatenate(vectors, axis=1), (heads + 2 * kv_heads) * head_dim
+    cache, state = bench.buffer("cache", 2 * region, BufferKind.KV), batch.state_buffer(bench)
+    by, turn = None, None
+    if norms is not None:
+        weight = bench.filled("weight", np.concatenate(norms), BufferKind.WEIGHTS)
+        by = HeadNorms(Ref(weight), Ref(weight, head_dim), 1e-6)
+    if angles is not None:
+        table = bench.filled("table", angles, BufferKind.WEIGHTS)
+        turn = Rotation(Ref(table), 2 * angles.shape[1])
+    steps = append_kv(
+        bench.profile, kv_dtype, Ref(bench.filled("qkv", qkv)), stride, heads, kv_heads, head_dim, cache, 0,
+        region, batch.rows, state, by, turn,
     )  # fmt: skip
-    words = bench.run(steps)["cache"]
-    for sequence, rows in ((0, slice(0, 40)), (1, slice(40, 110))):
-        keys, values = kv.read_sequence(
-            words, batch.state(), sequence, rows.stop - rows.start, k_offset=0, v_offset=region,
-            kv_heads=heads, head_dim=dim, kv_dtype="f16",
-        )  # fmt: skip
+    words = bench.run(steps)
+    cached = [
+        kv.read_sequence(
+            words["cache"], batch.state(), i, new, k_offset=0, v_offset=region, kv_heads=kv_heads,
+            head_dim=head_dim, kv_dtype=kv_dtype,
+        )
+        for i, (_, new) in enumerate(batch.sequences)
+    ]  # fmt: skip
+    return words["qkv"].view(np.float32).reshape(qkv.shape)[:, :heads], cached
+
+
+def rotate_half(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
+    """What Hugging Face's ``apply_rotary_pos_emb`` does to [tokens, heads, head_dim]."""
+    angles = np.concatenate([positions[:, None] * inv_freq] * 2, axis=1)[:, None]
+    half = x.shape[-1] // 2
+    rotated = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+    return np.asarray(x * np.cos(angles) + rotated * np.sin(angles))
+
+
+def random_vectors(
+    seed: int, tokens: int, heads: int, kv_heads: int, dim: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((tokens, n, dim)).astype(np.float32) for n in (heads, kv_heads, kv_heads))
+    return q, k, v
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_and_keys_are_turned_as_hugging_face_does(bench, normed):
+    dim, positions = 16, np.arange(41)
+    q, k, v = random_vectors(0, 41, 3, 2, dim)
+    inv_freq = 10000.0 ** -(np.arange(0, dim, 2) / dim)
+    norms = tuple(np.random.default_rng(1).standard_normal((2, dim)).astype(np.float32)) if normed else None
+    queries, [(keys, values)] = appended(
+        bench, Batch(((0, 41),), 64, seed=3), "f32", (q, k, v), norms, rope_table(inv_freq, positions)
+    )
+    if norms is not None:
+        q, k = (
+            x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) * w
+            for x, w in zip((q, k), norms)
+        )
+    np.testing.assert_allclose(queries, rotate_half(q, positions, inv_freq), rtol=0, atol=3e-6)
+    np.testing.assert_allclose(keys, rotate_half(k, positions, inv_freq), rtol=0, atol=3e-6)
+    np.testing.assert_array_equal(values, v)
+
+
+def test_without_positions_everything_is_cached_as_it_is(bench):
+    """Of two sequences, through shuffled blocks; queries stay as they are, and f16 rounds as NumPy does."""
+    q, k, v = random_vectors(0, 110, 3, 2, 24)
+    v = np.resize(HALF_EDGES[np.isfinite(HALF_EDGES)], k.shape).astype(np.float32)
+    queries, cached = appended(bench, Batch(((0, 40), (0, 70)), 110, seed=3), "f16", (q, k, v))
+    np.testing.assert_array_equal(queries, q)
+    for (keys, values), rows in zip(cached, (slice(0, 40), slice(40, 110))):
         with np.errstate(over="ignore"):
             np.testing.assert_array_equal(keys, k[rows].astype(np.float16))
             np.testing.assert_array_equal(values, v[rows].astype(np.float16))
@@ -133,21 +177,15 @@ def test_what_is_copied_to_the_cache_is_read_back_in_order(bench):
 def test_a_quantized_cache_reads_as_ggml_would(bench, kv_dtype, head_dim):
     """Within half a step of what was written, and within one of what the gguf package quantizes to, which
     may round the other way as it divides by a scale in f32. Zeros stay zero, and NaN is not hidden."""
-    rng = np.random.default_rng(head_dim)
-    heads, tokens, batch = 2, 45, Batch(((0, 45),), 64, seed=3)
-    k, v = rng.standard_normal((2, tokens, heads, head_dim)).astype(np.float32) * 3
+    inv_freq = 10000.0 ** -(np.arange(0, head_dim, 2) / head_dim)
+    q, k, v = random_vectors(head_dim, 45, 3, 2, head_dim)
+    k, v = k * np.float32(3), v * np.float32(3)
     k[5] = 0.0
     v[7, 1, 3] = np.nan
-    region = batch.blocks * heads * kv.vector_words(kv_dtype, head_dim) * 32
-    cache, width = bench.buffer("cache", 2 * region, BufferKind.KV), heads * head_dim
-    steps = copy_kv(
-        bench.profile, kv_dtype, Ref(bench.filled("k", k)), width, Ref(bench.filled("v", v)), width, cache, 0,
-        region, heads, head_dim, 64, batch.state_buffer(bench),
-    )  # fmt: skip
-    keys, values = kv.read_sequence(
-        bench.run(steps)["cache"], batch.state(), 0, tokens, k_offset=0, v_offset=region, kv_heads=heads,
-        head_dim=head_dim, kv_dtype=kv_dtype,
-    )  # fmt: skip
+    _, [(keys, values)] = appended(
+        bench, Batch(((0, 45),), 64, seed=3), kv_dtype, (q, k, v), None, rope_table(inv_freq, np.arange(45))
+    )
+    k = rotate_half(k, np.arange(45), inv_freq).astype(np.float32)
     assert not keys[5].any()
     assert np.isnan(values[7, 1, :32]).all() and not np.isnan(values[7, 0]).any()
     v[7, 1, :32] = values[7, 1, :32] = 0.0
@@ -191,4 +229,11 @@ def test_a_rotary_dim_that_cannot_be_is_refused(numpy_runtime):
     P, x = numpy_runtime.profile, numpy_runtime.allocate("x", 64, BufferKind.SCRATCH)
     for rotary_dim in (0, 7, 18):
         with pytest.raises(UsageError, match=f"rotary dim {rotary_dim} "):
-            rope(P, Ref(x), 16, 1, 16, rotary_dim, Ref(x), 1, x)
+            append_kv(P, "f16", Ref(x), 16, 1, 1, 16, x, 0, 0, 1, x, rotation=Rotation(Ref(x), rotary_dim))
+
+
+def test_head_norms_of_two_buffers_are_refused(numpy_runtime):
+    x, y = (numpy_runtime.allocate(name, 64, BufferKind.SCRATCH) for name in "xy")
+    norms = HeadNorms(Ref(x), Ref(y), 1e-6)
+    with pytest.raises(ValueError, match="one buffer"):
+        append_kv(numpy_runtime.profile, "f16", Ref(x), 16, 1, 1, 16, x, 0, 0, 1, x, norms)

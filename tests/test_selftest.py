@@ -63,8 +63,6 @@ def test_every_kernel_family_and_format_has_a_quick_case():
     for kernel in (
         "copy_words",
         "rmsnorm",
-        "rope",
-        "norm_rope",
         "swiglu",
         "order_columns",
         "geglu",
@@ -85,7 +83,7 @@ def test_every_kernel_family_and_format_has_a_quick_case():
         assert f"embed: {fmt}" in names
     for kv_dtype in ("f32", "f16"):
         for start in (
-            f"copy_region: {kv_dtype}",
+            f"append_kv: {kv_dtype}",
             f"attention: prefill, {kv_dtype}",
             f"attention: decode, {kv_dtype}",
         ):
@@ -135,17 +133,17 @@ def test_the_record_is_json_even_when_nothing_was_computed(numpy_runtime):
 
 
 def test_filter_chooses_by_part_of_the_name():
-    assert {case.kernel for case in choose_cases("ROPE", False)} == {"rope", "norm_rope"}
+    assert {case.kernel for case in choose_cases("APPEND", False)} == {"append_kv"}
     with pytest.raises(UsageError, match=r"'nothing'.*attention"):
         choose_cases("nothing", False)
     assert len(choose_cases(None, True)) > len(choose_cases(None, False))
 
 
 def test_command_prints_a_table_and_exits_0(device):
-    result = CliRunner().invoke(command, ["--device", str(device.index), "--kernel", "rope"])
+    result = CliRunner().invoke(command, ["--device", str(device.index), "--kernel", "append_kv"])
     assert result.exit_code == 0, result.output
-    assert "rope" in result.stdout and "PASS" in result.stdout and "FAIL" not in result.stdout
-    count = len(choose_cases("rope", False))
+    assert "append_kv" in result.stdout and "PASS" in result.stdout and "FAIL" not in result.stdout
+    count = len(choose_cases("append_kv", False))
     assert f"all {count} checks passed on {device.name}" in result.stdout
 
 

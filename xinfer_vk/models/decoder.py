@@ -117,15 +117,14 @@ def attend(g: Graph, index: int, head_norms: tuple[Ref, Ref] | None = None) -> N
     cache, with the window and the positions of layer ``index``. ``head_norms``: weights by which each query
     and each key head is normalized first."""
     c, act = g.config, g.act
-    q, k = act.qkv, act.qkv.columns(c.q_dim)
-    v = k.columns(c.kv_dim)
-    rope = c.rope(index)
-    assert rope is not None or head_norms is None, "no family has head norms and layers without positions"
-    if rope is not None:
-        g.rope(rope, head_norms)
-    g.append_kv(index, k, v)
+    g.append_kv(index, c.rope(index), head_norms)
     g.attention(
-        index, q, act.attended, window=c.window(index), softcap=c.attention_softcap, scale=c.attention_scale
+        index,
+        act.qkv,
+        act.attended,
+        window=c.window(index),
+        softcap=c.attention_softcap,
+        scale=c.attention_scale,
     )
 
 

@@ -12,21 +12,19 @@ from functools import partial
 
 from xinfer_vk.cache import KVCache
 from xinfer_vk.kernels.advance import advance
+from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
 from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
 from xinfer_vk.kernels.attention import attention, partial_words
 from xinfer_vk.kernels.base import Ref
-from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.matmul import linear, planned_rows, tuned_variant
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.matmul_a8 import tuned_choice as tuned_a8
-from xinfer_vk.kernels.norm_rope import norm_rope
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.quantize_rows import quantize_rows
 from xinfer_vk.kernels.rmsnorm import Then, rmsnorm
-from xinfer_vk.kernels.rope import rope
 from xinfer_vk.kernels.routing import Routing, combine, group, route, routing_words
 from xinfer_vk.kernels.softcap import softcap
 from xinfer_vk.kernels.swiglu import swiglu
@@ -322,28 +320,19 @@ class Graph:
             self.profile, routing, x.ref, x.stride, out.ref, out.stride, self.config.hidden_size, self.state
         )
 
-    def rope(self, kind: str, head_norms: tuple[Ref, Ref] | None = None) -> None:
-        """Rotary position embedding (Su et al. 2021) of every query and key head in ``act.qkv``, in place.
-        ``kind``: of the table, see :meth:`ModelConfig.rope`. ``head_norms``: weights [head_dim] of an
-        RMSNorm of each query and each key head before it."""
-        c, table, x = self.config, self.rope_tables[kind], self.act.qkv
-        if head_norms is None:
-            self.steps += rope(
-                self.profile, x.ref, x.stride, c.heads + c.kv_heads, c.head_dim, c.rotary_dim, table.ref,
-                self.tokens, self.state, table.by_token,
-            )  # fmt: skip
-        else:
-            self.steps += norm_rope(
-                self.profile, x.ref, x.stride, (c.heads, c.kv_heads), head_norms, c.head_dim, c.rotary_dim,
-                c.rms_norm_eps, table.ref, self.tokens, self.state, table.by_token,
-            )  # fmt: skip
+    def append_kv(self, layer: int, rope: str | None, head_norms: tuple[Ref, Ref] | None = None) -> None:
+        """Rotary position embedding (Su et al. 2021) of every query and key head in ``act.qkv``, and each
+        token's keys and values to its slot of the paged cache. Queries stay in ``act.qkv``.
 
-    def append_kv(self, layer: int, k: Rows, v: Rows) -> None:
-        """Write each token's K and V to its slot of the paged cache."""
-        c, where = self.config, self.cache.layers[layer]
-        self.steps += copy_kv(
-            self.profile, self.cache.kv_dtype, k.ref, k.stride, v.ref, v.stride, where.buffer, where.k_offset,
-            where.v_offset, c.kv_heads, c.head_dim, self.tokens, self.state,
+        ``rope``: kind of the table, see :meth:`ModelConfig.rope`; None for a layer that knows no positions.
+        ``head_norms``: weights [head_dim] of an RMSNorm of each query and each key head before it."""
+        c, x, where = self.config, self.act.qkv, self.cache.layers[layer]
+        table = self.rope_tables[rope] if rope is not None else None
+        self.steps += append_kv(
+            self.profile, self.cache.kv_dtype, x.ref, x.stride, c.heads, c.kv_heads, c.head_dim, where.buffer,
+            where.k_offset, where.v_offset, self.tokens, self.state,
+            HeadNorms(*head_norms, c.rms_norm_eps) if head_norms else None,
+            Rotation(table.ref, c.rotary_dim, table.by_token) if table else None,
         )  # fmt: skip
 
     def attention(

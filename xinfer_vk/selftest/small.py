@@ -1,21 +1,23 @@
-"""Cases of the kernels that move little data: RMSNorm, RoPE, KV copy, SwiGLU, argmax."""
+"""Cases of the kernels that move little data: RMSNorm, RoPE with the KV cache, SwiGLU, argmax."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from xinfer_vk.kernels import kv
 from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.advance import advance
+from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
 from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
 from xinfer_vk.kernels.base import Ref
-from xinfer_vk.kernels.copy_region import copy_kv
 from xinfer_vk.kernels.copy_words import copy_words
-from xinfer_vk.kernels.norm_rope import norm_rope
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.quantize_rows import quantize_rows, quantized_words
 from xinfer_vk.kernels.rmsnorm import Then, rmsnorm
-from xinfer_vk.kernels.rope import rope, rope_table
+from xinfer_vk.kernels.rope import rope_table
 from xinfer_vk.kernels.softcap import softcap
 from xinfer_vk.kernels.swiglu import swiglu
 from xinfer_vk.plan import BufferKind, Step
@@ -135,58 +137,11 @@ def _rmsnorm_then(dim: int, used: int, rows: int) -> Build:
     return build
 
 
-# -- rope --------------------------------------------------------------------------------------------
+# -- append_kv ---------------------------------------------------------------------------------------
 
 ROPE = Tolerance(1e-6, 1e-6, "two products and a sum of numbers up to about 5 in f32, perhaps fused")
 
-
 NORM_ROPE = Tolerance(4e-6, 4e-6, "an RMSNorm of numbers up to about 5, then ROPE's two products and a sum")
-
-
-def _rope(heads: int, head_dim: int, rotary_dim: int, batch: Batch, by_token: bool = False) -> Build:
-    def build(bench: Bench) -> list[Step]:
-        rng = np.random.default_rng(head_dim)
-        stride = heads * head_dim + 7
-        x = bench.filled("x", np.full(3 + batch.rows * stride, np.nan, np.float32))
-        bench.write(
-            x, 3, _rows(rng, batch.rows, heads * head_dim, stride)
-        )  # unused rows must stay as they are
-        inv_freq = 10000.0 ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
-        table_rows = batch.tokens if by_token else batch.max_context
-        table = bench.buffer("table", 5 + table_rows * rotary_dim, BufferKind.WEIGHTS)
-        bench.write(table, 5, rope_table(inv_freq, 1000 + np.arange(table_rows)))
-        state = batch.state_buffer(bench)
-        return rope(
-            bench.profile, Ref(x, 3), stride, heads, head_dim, rotary_dim, Ref(table, 5), batch.rows, state,
-            by_token,
-        )  # fmt: skip
-
-    return build
-
-
-def _norm_rope(
-    heads: tuple[int, int], head_dim: int, rotary_dim: int, batch: Batch, by_token: bool = False
-) -> Build:
-    def build(bench: Bench) -> list[Step]:
-        rng = np.random.default_rng(head_dim)
-        stride = sum(heads) * head_dim + 7
-        x = bench.filled("x", np.full(3 + batch.rows * stride, np.nan, np.float32))
-        bench.write(x, 3, _rows(rng, batch.rows, sum(heads) * head_dim, stride))
-        weights = rng.standard_normal(2 * head_dim + 5).astype(np.float32)
-        weight = bench.filled("weight", weights, BufferKind.WEIGHTS)
-        inv_freq = 10000.0 ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
-        table_rows = batch.tokens if by_token else batch.max_context
-        table = bench.buffer("table", 5 + table_rows * rotary_dim, BufferKind.WEIGHTS)
-        bench.write(table, 5, rope_table(inv_freq, 1000 + np.arange(table_rows)))
-        return norm_rope(
-            bench.profile, Ref(x, 3), stride, heads, (Ref(weight, head_dim + 4), Ref(weight, 1)), head_dim,
-            rotary_dim, 1e-5, Ref(table, 5), batch.rows, batch.state_buffer(bench), by_token,
-        )  # fmt: skip
-
-    return build
-
-
-# -- copy_region -------------------------------------------------------------------------------------
 
 # Ties to even, both neighbours of ties, the largest and smallest f16, subnormals, what overflows.
 HALF_EDGES = np.array(
@@ -212,32 +167,65 @@ def _off_ties(rng: np.random.Generator, x: np.ndarray, kv_dtype: str) -> np.ndar
     return np.asarray((scales * numbers).reshape(x.shape), np.float32)
 
 
-def _copy_region(kv_dtype: str, kv_heads: int, head_dim: int, batch: Batch) -> Build:
-    def build(bench: Bench) -> list[Step]:
-        rng = np.random.default_rng(kv_heads)
-        dims = kv_heads * head_dim
-        k_stride, v_stride = dims + 5, dims + 3
-        k = bench.filled("k", np.full(2 + batch.rows * k_stride, np.nan, np.float32))
-        keys = _rows(rng, batch.tokens, dims, k_stride)
-        v = bench.filled("v", np.full(1 + batch.rows * v_stride, np.nan, np.float32))
-        values = _rows(rng, batch.tokens, dims, v_stride)
-        if kv_dtype in kv.QUANTIZED:
-            for some in (keys, values):
-                some[:, :dims] = _off_ties(rng, some[:, :dims], kv_dtype)
-            values[0, :dims] = np.resize(HALF_EDGES[~np.isnan(HALF_EDGES)], dims)  # infinite in every block
-        else:
-            values[0, :dims] = np.resize(HALF_EDGES, dims)
-        bench.write(k, 2, keys)
-        bench.write(v, 1, values)
-        region = batch.blocks * kv_heads * kv.vector_words(kv_dtype, head_dim) * 32
-        cache = bench.buffer("cache", 4 + 2 * region, BufferKind.KV)
-        state = batch.state_buffer(bench)
-        return copy_kv(
-            bench.profile, kv_dtype, Ref(k, 2), k_stride, Ref(v, 1), v_stride, cache, 4, 4 + region, kv_heads,
-            head_dim, batch.rows, state,
-        )  # fmt: skip
+def _angles(rows: int, pairs: int) -> np.ndarray:
+    """A rope table of positions from 1000 on."""
+    return rope_table(10000.0 ** -(np.arange(pairs) / pairs), 1000 + np.arange(rows))
 
-    return build
+
+def _quarter_turns(rows: int, pairs: int) -> np.ndarray:
+    """A rope table that rounds nothing and keeps the dims of a quantized block together."""
+    quarters = (np.arange(rows)[:, None] + np.arange(pairs) // kv.SCALE_DIMS) % 4
+    return np.array([(1, 0), (0, 1), (-1, 0), (0, -1)], np.float32)[quarters]
+
+
+@dataclass(frozen=True)
+class _Append:
+    """Of ``heads`` query and ``kv_heads`` key heads, ``rotary_dim`` dims turned (0: they know no positions)
+    by ``angles``, of the positions or ``by_token``."""
+
+    kv_dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    batch: Batch
+    by_token: bool = False
+    norm: bool = False
+    angles: Callable[[int, int], np.ndarray] = _quarter_turns
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} + {self.kv_heads} heads of {self.head_dim}"
+        how = ", normalized" * self.norm + ", angles by token" * self.by_token
+        rows = f"{self.batch.tokens} of {self.batch.rows} rows"
+        return f"{self.kv_dtype}, {heads}, {self.rotary_dim} turned{how}, {rows}"
+
+    def __call__(self, bench: Bench) -> list[Step]:
+        batch, rng = self.batch, np.random.default_rng(self.head_dim)
+        q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        dims = q_dim + 2 * kv_dim
+        stride = dims + 7
+        x = bench.filled("x", np.full(3 + batch.rows * stride, np.nan, np.float32))
+        rows = _rows(rng, batch.rows, dims, stride)  # those not in use must stay as they are
+        values = rows[:, q_dim + kv_dim : dims]
+        if self.kv_dtype in kv.QUANTIZED:
+            rows[:, q_dim:dims] = _off_ties(rng, rows[:, q_dim:dims], self.kv_dtype)
+            values[0] = np.resize(HALF_EDGES[~np.isnan(HALF_EDGES)], kv_dim)  # infinite in every block
+        else:
+            values[0] = np.resize(HALF_EDGES, kv_dim)
+        bench.write(x, 3, rows)
+        weights = rng.standard_normal(2 * self.head_dim + 5).astype(np.float32)
+        weight = bench.filled("weight", weights, BufferKind.WEIGHTS)
+        norms = HeadNorms(Ref(weight, self.head_dim + 4), Ref(weight, 1), 1e-5)
+        table_rows = batch.tokens if self.by_token else batch.max_context
+        table = bench.buffer("table", 5 + table_rows * self.rotary_dim, BufferKind.WEIGHTS)
+        bench.write(table, 5, self.angles(table_rows, self.rotary_dim // 2))
+        region = batch.blocks * self.kv_heads * kv.vector_words(self.kv_dtype, self.head_dim) * 32
+        cache = bench.buffer("cache", 4 + 2 * region, BufferKind.KV)
+        return append_kv(
+            bench.profile, self.kv_dtype, Ref(x, 3), stride, self.heads, self.kv_heads, self.head_dim, cache,
+            4, 4 + region, batch.rows, batch.state_buffer(bench), norms if self.norm else None,
+            Rotation(Ref(table, 5), self.rotary_dim, self.by_token) if self.rotary_dim else None,
+        )  # fmt: skip
 
 
 # -- swiglu ------------------------------------------------------------------------------------------
@@ -344,6 +332,48 @@ def _advance(bench: Bench) -> list[Step]:
 RAGGED = Batch(((0, 3), (31, 33), (7, 1), (64, 5)), rows=48)
 
 
+def _append_kv_cases() -> list[Case]:
+    one, two, many = Batch(((0, 1),), 1), Batch(((31, 1), (32, 1)), 2), Batch(((30, 5), (0, 40)), 64)
+    rounded = (  # in f32, so that what is rounded is seen
+        _Append("f32", 2, 1, 2, 2, one, angles=_angles),
+        _Append("f32", 9, 3, 64, 64, RAGGED, angles=_angles),
+        _Append("f32", 4, 1, 80, 32, RAGGED, angles=_angles),
+        _Append("f32", 7, 7, 34, 34, Batch(((8000, 3),), 4), angles=_angles),
+        _Append("f32", 24, 8, 128, 128, two, angles=_angles),
+        _Append("f32", 2, 1, 64, 48, RAGGED, by_token=True, angles=_angles),
+        _Append("f32", 3, 2, 24, 24, RAGGED, norm=True, angles=_angles),
+        _Append("f32", 3, 2, 128, 96, RAGGED, by_token=True, norm=True, angles=_angles),
+        _Append("f32", 4, 1, 256, 256, RAGGED, norm=True, angles=_angles),
+        _Append("f32", 1, 9, 256, 256, many, norm=True, angles=_angles),
+        _Append("f32", 2, 2, 34, 0, many, norm=True),
+    )
+    exact = (
+        _Append("f32", 3, 1, 2, 0, one),
+        _Append("f16", 9, 3, 64, 64, RAGGED),
+        _Append("f16", 5, 7, 34, 18, RAGGED, by_token=True),  # an odd number of pairs
+        _Append("f16", 2, 2, 128, 0, two),
+        _Append("f16", 3, 1, 256, 256, Batch(((5, 63),), 64)),
+        *(
+            append
+            for kv_dtype in kv.QUANTIZED
+            for append in (
+                _Append(kv_dtype, 9, 3, 64, 64, RAGGED),
+                _Append(kv_dtype, 3, 2, 96, 64, many, by_token=True),
+                _Append(kv_dtype, 2, 9, 256, 256, two),
+                _Append(kv_dtype, 2, 2, 32, 0, RAGGED),
+            )
+        ),
+    )
+    cases: list[Case] = []
+    for append in rounded + exact:
+        tolerance = EXACT if append in exact else NORM_ROPE if append.norm else ROPE
+        cases += kernel_cases(
+            "append_kv", str(append), append, tolerance, classes=OWN_AND_GPU, quick=append.batch is RAGGED,
+            views={"cache": "u32" if append.kv_dtype in kv.QUANTIZED else append.kv_dtype},
+        )  # fmt: skip
+    return cases
+
+
 def _cases() -> list[Case]:
     views = {"state": "u32", "result": "u32"}
     cases: list[Case] = [
@@ -370,34 +400,7 @@ def _cases() -> list[Case]:
         ("added and normalized again, wide", _rmsnorm_then(1153, 2, 2)),
     ):
         cases += kernel_cases("rmsnorm", name, build, RMSNORM, classes=OWN_AND_GPU)
-    for heads, head_dim, rotary_dim, batch, quick in (
-        (1, 2, 2, Batch(((0, 1),), 1), False), (3, 64, 64, Batch(((100, 7),), 8), True),
-        (12, 64, 64, RAGGED, True), (5, 80, 32, RAGGED, True), (7, 34, 34, Batch(((8000, 3),), 4), True),
-        (9, 128, 128, Batch(((0, 1),), 1), False), (2, 256, 128, RAGGED, False),
-    ):  # fmt: skip
-        name = f"{heads} heads of {head_dim}, {rotary_dim} turned, {batch.tokens} of {batch.rows} rows"
-        build = _rope(heads, head_dim, rotary_dim, batch)
-        cases += kernel_cases("rope", name, build, ROPE, classes=OWN_AND_GPU, quick=quick)
-    for head_dim, rotary_dim, by_token in ((24, 24, False), (128, 96, True), (256, 256, False)):
-        name = f"heads of {head_dim}, {rotary_dim} turned" + ", angles by token" * by_token
-        build = _norm_rope((3, 2), head_dim, rotary_dim, RAGGED, by_token)
-        cases += kernel_cases("norm_rope", name, build, NORM_ROPE, classes=OWN_AND_GPU)
-    build = _rope(3, 64, 48, RAGGED, by_token=True)
-    cases += kernel_cases("rope", "angles by token", build, ROPE, classes=OWN_AND_GPU)
-    for kv_dtype in ("f32", "f16"):
-        for kv_heads, head_dim, batch, quick in (
-            (1, 2, Batch(((0, 1),), 1), False), (3, 64, RAGGED, True), (7, 34, RAGGED, True),
-            (2, 128, Batch(((31, 1), (32, 1)), 2), False), (1, 256, Batch(((5, 63),), 64), False),
-        ):  # fmt: skip
-            name = f"{kv_dtype}, {kv_heads} heads of {head_dim}, {batch.tokens} of {batch.rows} tokens"
-            build = _copy_region(kv_dtype, kv_heads, head_dim, batch)
-            cases += kernel_cases("copy_region", name, build, EXACT, views={"cache": kv_dtype}, quick=quick)
-    for kv_dtype in kv.QUANTIZED:
-        for kv_heads, head_dim, batch in ((3, 64, RAGGED), (2, 96, Batch(((30, 5), (0, 40)), 64))):
-            name = f"{kv_dtype}, {kv_heads} heads of {head_dim}, {batch.tokens} of {batch.rows} tokens"
-            build = _copy_region(kv_dtype, kv_heads, head_dim, batch)
-            views = {"cache": "u32"}
-            cases += kernel_cases("copy_region", name, build, EXACT, views=views, quick=head_dim == 64)
+    cases += _append_kv_cases()
     for cols, used, rows in ((32, 1, 1), (4864, 7, 8)):
         name = f"{cols} columns, {used} of {rows} rows"
         build = _quantize_rows(cols, used, rows)
