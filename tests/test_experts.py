@@ -106,7 +106,7 @@ def test_experts_that_are_not_chosen_are_not_read(runtime: Any, tmp_path: Path) 
 
 def test_experts_on_matrix_units_give_the_same_logits() -> None:
     """Where the tuner found them fastest for such a matrix; by the oracles here."""
-    units = {"cooperative_matrix", "float16"}
+    units = {"cooperative_matrix", "float16", "subgroup_size_control"}
     tuned = {
         "bf16 80x32 for 16": "coop 16",
         "bf16 32x40 for 16": "matmul 16",

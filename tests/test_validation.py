@@ -14,9 +14,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from conftest import CI, DEVICES, DeviceUnderTest
+from model_files import K_SIZES, tiny_config, write_gguf_model
+from test_logits import Loaded
 from validation.driver import CANARY
 
 from xinfer_vk.plan import Plan, Step
@@ -156,14 +160,15 @@ def test_whole_models_are_valid_vulkan(device, tmp_path):
 class AnyOrder(NumpyRuntime):
     """Runs steps that are marked independent before the one they are said not to depend on."""
 
-    def prepare(self, plan: Plan) -> RecordedOracles:
+    def prepare(self, plan: Plan, **options: Any) -> RecordedOracles:
         groups: list[list[Step]] = []
         for step in plan.steps:
             if step.independent and groups:
                 groups[-1].append(step)
             else:
                 groups.append([step])
-        return super().prepare(Plan(plan.name, tuple(step for group in groups for step in reversed(group))))
+        steps = tuple(step for group in groups for step in reversed(group))
+        return super().prepare(Plan(plan.name, steps), **options)
 
 
 def test_steps_marked_independent_can_run_in_any_order():
@@ -172,3 +177,19 @@ def test_steps_marked_independent_can_run_in_any_order():
     cases = [case for case in all_cases() if case.quick]
     failed = [f"{o.case}: {o.finding.problem}" for o in run_cases(runtime, cases) if not o.passed]
     assert not failed
+
+
+@pytest.mark.parametrize("activations", ["f32", "int8"])
+def test_products_of_one_input_can_run_in_any_order(tmp_path: Path, activations: str) -> None:
+    """Where q, k and v are in several formats they are several products; int8 rounds x for the second."""
+    formats = {"q_proj": "q4_k", "k_proj": "q8_0", "v_proj": "q4_0"}
+    config = tiny_config("llama", **K_SIZES)
+    write_gguf_model(
+        tmp_path / "mixed.gguf", config, fmt=lambda name: formats.get(name.split(".")[-2], "q5_0")
+    )
+    results = []
+    for runtime in (NumpyRuntime(), AnyOrder()):
+        model = Loaded(runtime, tmp_path / "mixed.gguf", activation_dtype=activations)
+        results.append(model.logits(list(range(7, 27)), None))
+        assert any(step.independent for step in model.runner.last_plan.steps)
+    np.testing.assert_array_equal(results[0], results[1])

@@ -350,6 +350,7 @@ def linear(
     variant: str | None = None,
     choice: Choice | None = None,
     brief: bool = False,
+    independent: bool = False,
 ) -> list[Step]:
     """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
 
@@ -361,7 +362,8 @@ def linear(
     :func:`xinfer_vk.kernels.halves.split_halves` left them, with room for ``tokens``; then the product is
     made of these, on matrix units. ``variant``: one of :func:`variants`, else the tuned one; ``choice``:
     a kernel of another module. ``brief``: the product is for few rows and few runs, so that a kernel which
-    takes long to compile would not pay.
+    takes long to compile would not pay. ``independent``: the steps before these are products too, of the same
+    ``x`` and to other columns, so that none has to wait for another.
 
     Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
     begin at a multiple of 4 words and of 8 rows, and for parts that cut a gate from its up.
@@ -417,5 +419,5 @@ def linear(
         if found is not None:
             chosen, params = found, matmul_lanes.params_of(fmt, params, tokens)
         groups = (ceil_div(part.rows, chosen[1]), ceil_div(tokens, chosen[2]))
-        steps.append(make_step(chosen[0], buffers, params, groups, label, independent=bool(steps)))
+        steps.append(make_step(chosen[0], buffers, params, groups, label, independent or bool(steps)))
     return steps

@@ -204,6 +204,7 @@ class Graph:
         """Products of one input, which is brought into the order and the format that each matrix wants."""
         halves: Ref | None = None  # of x, in its own order
         quantized: Rows | None = None
+        end_of_products = -1
         for w in weights:
             at = self._ordered(x, w, rows, count)
             product: Callable[..., list[Step]] = partial(linear, brief=self.outputs < rows <= BRIEF_TOKENS)
@@ -220,8 +221,9 @@ class Graph:
                 halves = None if w.order is not None else halves
             self.steps += product(
                 self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, rows,
-                self.state, w.bias, epilogue, count, label,
+                self.state, w.bias, epilogue, count, label, independent=len(self.steps) == end_of_products,
             )  # fmt: skip
+            end_of_products = len(self.steps)
             out = out.columns(w.rows)
 
     def _quantized(self, x: Rows, cols: int, rows: int, count: str) -> Rows:
