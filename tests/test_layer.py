@@ -16,6 +16,7 @@ import pytest
 
 from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
+from xinfer_vk.kernels.peak import FMA_LOCAL_SIZE, peak_fma
 from xinfer_vk.plan import Buffer, BufferKind, Plan
 from xinfer_vk.vulkan import layer
 from xinfer_vk.vulkan.runtime import KomputeRuntime
@@ -290,6 +291,19 @@ def test_steps_of_one_geometry_share_a_pipeline(fresh):
     plan = Plan("shared", tuple(copy_words(a, i, b, i, 1) for i in range(40)))
     fresh.prepare(plan)
     fresh.prepare(plan)
+    assert fresh.counters()["pipelines"] == before + 1
+
+
+def test_steps_of_any_size_share_a_pipeline(fresh):
+    """The layer gives each dispatch its own group counts, also where a sequence is recorded anew."""
+    before = fresh.counters()["pipelines"]
+    target = fresh.allocate("target", 8 * FMA_LOCAL_SIZE, BufferKind.RESULT)
+    for groups in ([3, 1], [1, 2], [8]):
+        prepared = fresh.prepare(Plan("sizes", tuple(peak_fma(target, g, 1) for g in groups)))
+        for _ in range(2):  # the second run is of one that was recorded for good
+            fresh.write(target, 0, np.zeros(target.words, np.uint32))
+            prepared.run()
+            assert np.count_nonzero(fresh.read(target, 0, target.words)) == max(groups) * FMA_LOCAL_SIZE
     assert fresh.counters()["pipelines"] == before + 1
 
 

@@ -26,7 +26,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, Usa
 
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
-ABI_VERSION = 4  # of layer.c
+ABI_VERSION = 5  # of layer.c
 MOST_NUMBER = 10**9  # that a variable may hold: a thousand times that fits 64 bits
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
@@ -125,6 +125,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": res
     "counters": (None, (_u64, _pointer)),
     "take_failure": (_i32, (_u64, _pointer)),
     "next_is_independent": (None, (_u64,)),
+    "next_groups": (None, (_u64, _u32, _u32, _u32)),
     "next_is_read_back": (None, (_u64,)),
     "next_subgroups_full": (None, (_u64,)),
     "newest_address": (_u64, (_u64,)),
@@ -268,6 +269,10 @@ class DeviceLayer:
     def next_is_independent(self) -> None:
         """No barrier is wanted before the next dispatch that is recorded."""
         self._library.xinfer_next_is_independent(self._id)
+
+    def next_groups(self, groups: tuple[int, int, int]) -> None:
+        """The group counts of the next dispatch that is recorded, in place of its Algorithm's."""
+        self._library.xinfer_next_groups(self._id, *groups)
 
     def next_is_read_back(self) -> None:
         """The next mapped memory is for what the host reads: let it be cached, where there is such."""

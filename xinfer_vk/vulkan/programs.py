@@ -1,8 +1,9 @@
-"""Shaders as Kompute algorithms: one for each (shader, constants, buffers, groups), shared by all steps.
+"""Shaders as Kompute algorithms: one for each (shader, constants, buffers), shared by all steps.
 
-A Kompute Algorithm owns a pipeline and a descriptor set, costs milliseconds to make, and fixes its
-group counts; push constants are given anew at each dispatch. So layers that differ only in push
-constants share one.
+A Kompute Algorithm owns a pipeline and a descriptor set, and costs milliseconds to make (and megabytes, on
+lavapipe); push constants are given anew at each dispatch. So steps that differ only in push constants share
+one. It also fixes its group counts, which the companion layer puts right as a dispatch is recorded
+(:meth:`DeviceLayer.next_groups`); without the layer there is one for each of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SPIRV = Path(__file__).resolve().parent.parent / "spirv"
 SPIRV_MAGIC = (0x07230203).to_bytes(4, "little")
 REMEDY = "run `python build_shaders.py` in the source directory, or install the package again"
 
-_Key = tuple[str, tuple[tuple[str, int], ...], tuple[Buffer, ...], tuple[int, int, int], int]
+_Key = tuple[str, tuple[tuple[str, int], ...], tuple[Buffer, ...], tuple[int, ...], int]
 
 
 class ShaderLibrary:
@@ -110,10 +111,9 @@ class Programs:
         self._algorithms: dict[_Key, Any] = {}
         self.made = 0  # pipelines so far
 
-    @staticmethod
-    def _key(step: Step) -> _Key:
-        kernel = step.kernel
-        return kernel.shader, kernel.spec, _bound(step), step.groups, len(kernel.params)
+    def _key(self, step: Step) -> _Key:
+        kernel, groups = step.kernel, step.groups if self._layer is None else ()
+        return kernel.shader, kernel.spec, _bound(step), groups, len(kernel.params)
 
     def missing(self, steps: Iterable[Step]) -> list[Step]:
         """One step for each algorithm that does not exist yet."""

@@ -101,8 +101,10 @@ class Recorder:
         if layer is not None and timed:
             layer.time_next_recording(len(steps))
         for i, (step, algorithm) in enumerate(zip(steps, algorithms)):
-            if layer is not None and step.independent and i:
-                layer.next_is_independent()
+            if layer is not None:
+                layer.next_groups(step.groups)
+                if step.independent and i:
+                    layer.next_is_independent()
             sequence.record(dispatch(algorithm, self._programs.push(step)))
 
 

@@ -30,7 +30,7 @@
 #include <vulkan/vk_layer.h>
 #include <vulkan/vulkan.h>
 
-#define ABI_VERSION 4 /* layer.py refuses a library that says otherwise: raise both together */
+#define ABI_VERSION 5 /* layer.py refuses a library that says otherwise: raise both together */
 #define EXPORT __attribute__((visibility("default")))
 
 /* Headers before 1.3.255 (Debian 12) lack VK_KHR_cooperative_matrix; its numbers are the registry's. */
@@ -149,6 +149,7 @@ typedef struct {
     /* Set by Python */
     bool barriers_off;         /* to show that validation sees their lack */
     bool next_is_independent;  /* for the next dispatch only */
+    uint32_t next_groups[3];   /* for the next dispatch only; 0: as many as it says */
     bool next_is_read_back;    /* for the next allocation only */
     bool next_subgroups_full;  /* for the next pipeline only */
     uint32_t next_query_count; /* for the next command buffer only */
@@ -963,6 +964,10 @@ static VKAPI_ATTR void VKAPI_CALL CmdDispatch(VkCommandBuffer commands, uint32_t
         barrier(d, r, commands, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT,
             VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT);
     d->next_is_independent = false;
+    if (d->next_groups[0]) {
+        x = d->next_groups[0], y = d->next_groups[1], z = d->next_groups[2];
+        d->next_groups[0] = 0;
+    }
     d->CmdDispatch(commands, x, y, z);
     r->dispatches++;
     d->counters.dispatches_recorded++;
@@ -1150,6 +1155,16 @@ EXPORT void xinfer_next_is_independent(uint64_t id)
     Device *d = device_by_id(id);
     if (d)
         d->next_is_independent = true;
+}
+
+/* Said before the next dispatch is recorded: its group counts, each at least 1. Kompute fixes them when it makes
+ * an Algorithm; this way one pipeline serves dispatches of any size. (Before the first dispatch of a sequence
+ * this comes before vkBeginCommandBuffer, which kp calls as late as that.) */
+EXPORT void xinfer_next_groups(uint64_t id, uint32_t x, uint32_t y, uint32_t z)
+{
+    Device *d = device_by_id(id);
+    if (d)
+        d->next_groups[0] = x, d->next_groups[1] = y, d->next_groups[2] = z;
 }
 
 /* Said before the next allocation of mapped memory: the host will read what the device writes there. */
