@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,24 @@ def test_pages_of_the_file_are_given_back_piece_by_piece(
     pieces = [(a, b) for a, b in given_back if start <= a and b <= stop]
     assert pieces[:-1] == [(a, a + (8 << 10)) for a in range(start, stop, 8 << 10)]
     assert pieces[-1] == (start, stop)  # and the pages that two pieces shared
+
+
+def test_the_disk_reads_the_next_matrix_while_one_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int]] = []
+    for what in ("prefetch", "release"):
+        monkeypatch.setattr(MappedFile, what, lambda self, start, stop, what=what: told.append((what, start)))
+    write_hf_model(tmp_path, tiny_config("llama"))
+    with open_model(tmp_path) as source:
+        starts = {t.start: t.name for t in source.tensors.values() if len(t.shape) == 2}
+        load(source)
+    events = [(what, starts[start]) for what, start in told if start in starts]
+    assert {name for what, name in events if what == "prefetch"} == set(starts.values())
+    names = list(dict.fromkeys(name for what, name in events if what == "release"))
+    last = {name: max(i for i, e in enumerate(events) if e == ("release", name)) for name in names}
+    asked = {name: events.index(("prefetch", name)) for name in names}
+    assert all(asked[b] < last[a] for a, b in pairwise(names))
 
 
 PEAK_OF_A_LOAD = """

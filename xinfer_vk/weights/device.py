@@ -346,15 +346,17 @@ class WeightPlanner:
 
     def _write_all(self, runtime: Runtime) -> Iterator[int]:
         """Write everything; yields the words of each piece after it is written."""
+        for tensor in self._matrices[0].tensors if self._matrices else ():
+            tensor.prefetch()
         for offset, n, values in self._vectors:
             runtime.write(self._params.uploaded(), offset, values().view(np.uint32))
             yield n
         for offset, order in self._orders:
             runtime.write(self._params.uploaded(), offset, order)
             yield order.size
-        for matrix in self._matrices:
-            for tensor in matrix.tensors:
-                tensor.prefetch()
+        for matrix, following in zip(self._matrices, [*self._matrices[1:], None]):
+            for tensor in following.tensors if following is not None else ():
+                tensor.prefetch()  # so that the disk reads on while this one is packed
             words_per_row = row_words(matrix.fmt, matrix.cols)
             piece = max(1, PIECE_BYTES // WORD_BYTES // words_per_row // ROWS) * ROWS
             for span in matrix.spans:
