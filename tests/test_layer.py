@@ -101,15 +101,14 @@ def test_what_the_device_offers_is_on(fresh):
 
 
 def test_full_subgroups_are_asked_for_where_a_kernel_needs_them_and_only_there(fresh):
-    plan, _, _ = chain(fresh, steps=1)
-    (step,) = plan.steps
+    plans = [chain(fresh, steps=1)[0] for _ in range(3)]  # each with a pipeline of its own
+    (step,) = plans[1].steps
     kernel = dataclasses.replace(step.kernel, full_subgroups=True)
-    fresh.prepare(plan)
+    fresh.prepare(plans[0])
     assert fresh._layer.counters()["pipelines_full"] == 0
-    longer = dataclasses.replace(step, kernel=kernel, groups=(2, 1, 1))  # a pipeline of its own
-    fresh.prepare(Plan("full", (longer,)))
+    fresh.prepare(Plan("full", (dataclasses.replace(step, kernel=kernel),)))
     assert fresh._layer.counters()["pipelines_full"] == 1
-    fresh.prepare(Plan("plain", (dataclasses.replace(step, groups=(3, 1, 1)),)))
+    fresh.prepare(plans[2])
     assert fresh._layer.counters()["pipelines_full"] == 1
 
 
