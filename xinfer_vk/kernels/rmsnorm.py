@@ -47,7 +47,7 @@ def _oracle(call: OracleCall) -> None:
         y[z] = normalized(y[target], p.z_eps) * weight[p.z_weight_offset + columns]
 
 
-def kernel(local_size: int, gather: bool, add: bool, then: bool) -> Kernel:
+def kernel(local_size: int, gather: bool, add: bool, then: bool, aligned: bool) -> Kernel:
     return Kernel(
         name="rmsnorm" + ".gather" * gather + ".add" * add + ".then" * then,
         shader="rmsnorm",
@@ -58,6 +58,7 @@ def kernel(local_size: int, gather: bool, add: bool, then: bool) -> Kernel:
         ),
         spec=(
             ("local_size", local_size), ("gather", int(gather)), ("add", int(add)), ("then", int(then)),
+            ("aligned", int(aligned)),
         ),
         oracle=_oracle,
     )  # fmt: skip
@@ -87,9 +88,13 @@ def rmsnorm(
     second = then or Then(weight, y, y_stride, eps)
     if second.weight.buffer is not weight.buffer or second.z.buffer is not y.buffer:
         raise ValueError("rmsnorm: a second norm must lie in the buffers of the first")
+    places = (
+        x.offset, x_stride, weight.offset, y.offset, y_stride, dim,
+        second.weight.offset, second.z.offset, second.z_stride,
+    )  # fmt: skip
     return [
         make_step(
-            kernel(local_size, gather, add, then is not None),
+            kernel(local_size, gather, add, then is not None, all(place % 4 == 0 for place in places)),
             {"x": x.buffer, "weight": weight.buffer, "state": state, "y": y.buffer},
             {
                 "x_offset": x.offset, "x_stride": x_stride, "weight_offset": weight.offset,

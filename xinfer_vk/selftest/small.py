@@ -94,45 +94,51 @@ RMSNORM = Tolerance(
 
 
 def _rmsnorm(
-    dim: int, used: int, rows: int, scale: float = 1.0, gather: bool = False, add: bool = False
-) -> Build:
+    dim: int, used: int, rows: int, scale: float = 1.0, gather: bool = False, add: bool = False,
+    aligned: bool = False,
+) -> Build:  # fmt: skip
+    """``aligned``: rows and weights begin at multiples of four words."""
+    gaps, first = ((4, 8), 4) if aligned else ((3, 5), 2)
+
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(dim)
         outputs = tuple(int(i) for i in rng.permutation(used)[: max(1, used // 2)]) if gather else ()
-        x_stride, y_stride = dim + 3, dim + 5
+        x_stride, y_stride = dim + gaps[0], dim + gaps[1]
         batch = Batch(((0, used),), used, outputs=outputs)
         state = batch.state_buffer(bench)
         x = bench.filled("x", np.full(4 + max(rows, used) * x_stride, np.nan, np.float32))
         bench.write(x, 4, _rows(rng, used, dim, x_stride, scale))
-        weight = bench.filled("weight", rng.standard_normal(dim + 2).astype(np.float32), BufferKind.WEIGHTS)
-        y = bench.buffer("y", 2 + rows * y_stride)
+        weights = rng.standard_normal(first + dim).astype(np.float32)
+        weight = bench.filled("weight", weights, BufferKind.WEIGHTS)
+        y = bench.buffer("y", first + rows * y_stride)
         if add:
-            bench.write(y, 2, _rows(rng, used, dim, y_stride))
+            bench.write(y, first, _rows(rng, used, dim, y_stride))
         return rmsnorm(
-            bench.profile, Ref(x, 4), x_stride, Ref(weight, 2), Ref(y, 2), y_stride, dim, 1e-5, rows, state,
-            gather, add,
+            bench.profile, Ref(x, 4), x_stride, Ref(weight, first), Ref(y, first), y_stride, dim, 1e-5, rows,
+            state, gather, add,
         )  # fmt: skip
 
     return build
 
 
-def _rmsnorm_then(dim: int, used: int, rows: int) -> Build:
-    """Added to y, and y normalized into where x was."""
+def _rmsnorm_then(dim: int, used: int, rows: int, gap: int = 3) -> Build:
+    """Added to y, and y normalized into where x was. ``gap``: words between rows; with 4 all is aligned."""
 
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(dim)
-        stride = dim + 3
+        stride, first = dim + gap, gap // 4 * 4
         state = Batch(((0, used),), used).state_buffer(bench)
-        both = bench.filled("both", np.full(5 + 2 * rows * stride, np.nan, np.float32))
-        x, y = Ref(both, 1), Ref(both, 4 + rows * stride)
+        both = bench.filled("both", np.full(first + 5 + 2 * rows * stride, np.nan, np.float32))
+        x, y = Ref(both, first or 1), Ref(both, 4 + rows * stride)
         bench.write(both, x.offset, _rows(rng, used, dim, stride))
         bench.write(both, y.offset, _rows(rng, used, dim, stride))
         weights = rng.standard_normal(2 * dim + 5).astype(np.float32)
         weight = bench.filled("weight", weights, BufferKind.WEIGHTS)
         then = Then(Ref(weight, dim + 4), x, stride, 1e-3)
         return rmsnorm(
-            bench.profile, x, stride, Ref(weight, 1), y, stride, dim, 1e-5, rows, state, add=True, then=then
-        )
+            bench.profile, x, stride, Ref(weight, first or 1), y, stride, dim, 1e-5, rows, state, add=True,
+            then=then,
+        )  # fmt: skip
 
     return build
 
@@ -395,6 +401,9 @@ def _cases() -> list[Case]:
         ("large values", _rmsnorm(577, 3, 4, scale=1e15)),
         ("tiny values", _rmsnorm(577, 3, 4, scale=1e-12)),
         ("gathered rows", _rmsnorm(65, 33, 33, gather=True)),
+        ("aligned rows", _rmsnorm(576, 3, 4, aligned=True)),
+        ("aligned rows, gathered and added", _rmsnorm(1540, 9, 9, gather=True, add=True, aligned=True)),
+        ("aligned rows, added and normalized again", _rmsnorm_then(1156, 2, 3, gap=4)),
         ("added", _rmsnorm(65, 3, 4, add=True)),
         ("added and normalized again", _rmsnorm_then(65, 3, 4)),
         ("added and normalized again, wide", _rmsnorm_then(1153, 2, 2)),
