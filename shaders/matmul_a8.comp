@@ -7,8 +7,13 @@
 // 4r .. 4r+3 of tokens s, s + 16, s + 32, …: of 4 columns TOKENS / 4 dot products for 16 + TOKENS / 4 bytes
 // of shared memory. Scales are applied once per 32 columns.
 //
+// Bytes: weights once per TOKENS tokens, x once per 64 rows. Flops: for 64 tokens 5 loads from shared memory
+// are 16 dot instructions, 64 multiply-adds: four times what matmul.comp makes of as many loads.
 // Shared memory, BLOCKS = 4: W 8.5 KiB, its scales 4 KiB at most, x 8.1 KiB and its scales 2 KiB for 64
-// tokens: 32 tokens fit in the 16 KiB that every device has. Rows are padded by one against bank conflicts.
+// tokens: 32 tokens fit in the 16 KiB that every device has. Occupancy: of a processor with 100 KiB, 4 workgroups of
+// 64 tokens, 32 subgroups of 32. Banks: in the product 16 lanes read the quads of a column in a row, the others
+// the same ones, and a subgroup's 2 or 4 tokens are broadcasts. Rows are padded by one for those who write: of W,
+// 8 lanes at once have 4 words of two quads, which take two turns; of x, 32 words of one token, in 32 banks.
 // Workgroups: x = ceil(rows / 64), y = ceil(tokens / TOKENS).
 #version 450
 #extension GL_GOOGLE_include_directive : require
