@@ -17,6 +17,7 @@ from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.experts import ExpertPart, expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, split_halves
 from xinfer_vk.kernels.layout import matrix_words
+from xinfer_vk.kernels.matmul import tuned_key, variants
 from xinfer_vk.kernels.routing import (
     Routing,
     combine,
@@ -309,6 +310,22 @@ def test_products_of_few_and_many_tokens_equal_the_oracle(
         Product(fmt, 70, cols, 33, 31, tile=tile, shared_x=False),
     ):
         check_product(check_steps, profile, product)
+
+
+@pytest.mark.parametrize(
+    ("tile", "variant"), ((1, "matvec 64 subgroup x16"), (8, "matvec 64 x16"), (16, "matmul 16 double"))
+)
+def test_products_of_what_the_tuner_may_choose_equal_the_oracle(
+    check_steps: CheckSteps, runtime: Any, tile: int, variant: str
+) -> None:
+    """Rows end in the first 8 of a workgroup's 16, and behind them lies another expert."""
+    tuned = {tuned_key("q8_0", 38, 96, tile): variant}
+    gpu = replace(runtime.profile, simd=False, tuned=tuned)
+    product = Product("q8_0", 38, 96, 33, 31, tile=tile, epilogue="swiglu")
+    wanted = dict(variants(gpu, "q8_0", 96, tile, True)[variant][0].spec)
+    (*_, step) = product.build(NumpyRuntime(gpu), gpu)
+    assert dict(step.kernel.spec) == {**wanted, "experts": 5}
+    check_product(check_steps, gpu, product)
 
 
 @pytest.mark.parametrize("fmt", ("f16", "q4_k"))

@@ -143,6 +143,9 @@ def _linear(
 VARIANTS = (
     ("matvec 64 subgroup", "added up by subgroup", 1, 1),
     ("matvec 128 subgroup x16", "added up by subgroup, 16 in a workgroup", 5, 8),
+    ("matmul 32 double", "in two buffers", 33, 64),
+    ("matmul 64 x128", "128 in a workgroup", 33, 64),
+    ("coop 16 teams 2", "on matrix units, in two teams", 5, 8),
 )
 
 
@@ -154,7 +157,8 @@ def _variant_cases() -> list[Case]:
         def applies(profile: DeviceProfile, name: str = name, tokens: int = tokens) -> bool:
             return name in variants(dataclasses.replace(profile, simd=False), "q4_0", 96, tokens, True)
 
-        build = _linear(fmt, used, tokens, "store", False, (0, 76), variant=name)
+        halves = name.startswith("coop")
+        build = _linear(fmt, used, tokens, "store", False, (0, 76), halves, variant=name)
         variant = f"{fmt}, {used} of {tokens} rows, {means}"
         (case,) = kernel_cases("linear", variant, build, PRODUCT, classes=("as on a GPU",))
         cases.append(dataclasses.replace(case, applies=applies, quick=True))
