@@ -75,9 +75,25 @@ def test_the_fastest_variant_is_chosen_and_buckets_between_follow(gpu, timed, tm
     notes = tune(gpu, [put(gpu)], "quick", folder=tmp_path, progress=lambda *done: seen.append(done))
     assert notes == ()
     assert [chosen(gpu, t) for t in (1, 2, 4, 8)] == ["matvec 128"] * 4
-    assert [chosen(gpu, t) for t in (16, 64, 128, 512)] == ["matmul 16"] * 4
-    assert seen[0] == (0, 4) and seen[-1] == (4, 4)
+    assert [chosen(gpu, t) for t in (32, 64, 128, 512)] == ["matmul 16"] * 4
+    assert chosen(gpu, 16) == "default"  # which is matmul 16
+    assert seen[0] == (0, 5) and seen[-1] == (5, 5)
     assert chosen(gpu, 1024) == "default"
+
+
+def test_a_choice_for_more_rows_gets_the_tile_of_fewer(gpu) -> None:
+    units = {"subgroup_size": 32, "features": MATRIX_UNITS}
+    for name, tile, kind in (("matmul 64 double", 32, {"stages": 2}), ("coop 64", 32, {"teams": 1})):
+        tuned = {matmul.tuned_key("q4_0", ROWS, COLS, 32): name}
+        profile = replace(gpu.profile, tuned=tuned, max_shared_bytes=48 << 10, **units)
+        at = tuning.Ref(gpu.allocate(name, 4096, BufferKind.SCRATCH))
+        part = Part(at.buffer, 0, 0, ROWS)
+        (step,) = matmul.linear(
+            profile, "q4_0", [part], COLS, at, COLS, at, ROWS, 32, at.buffer, None, "store", "tokens",
+            halves=at if name.startswith("coop") else None,
+        )  # fmt: skip
+        assert step.kernel.shader.split(".")[0] == ("matmul_coop" if "coop" in name else "matmul")
+        assert kind.items() <= dict(step.kernel.spec).items() and dict(step.kernel.spec)["tokens"] == tile
 
 
 def test_choices_are_kept_and_a_damaged_file_is_made_again(gpu, timed, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from xinfer_vk.weights.device import Matrix
 Tune = Literal["off", "quick", "full"]
 TUNE_CHOICES: tuple[Tune, ...] = ("off", "quick", "full")
 # Rows of x that are tried; the buckets between go with the next one above.
-QUICK_TOKENS, FULL_TOKENS = (1, 8, 64, 512), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+QUICK_TOKENS, FULL_TOKENS = (1, 8, 16, 64, 512), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MATRICES = 8  # of a shape in one plan
 REPEATS = 3
 LARGEST_RESULT = 1 << 25  # words; what would give more, such as a head of many tokens, is not tried
@@ -83,7 +83,7 @@ def tune(
     folder: Path | None = None,
 ) -> tuple[str, ...]:
     """Find the fastest variants for ``matrices`` and put them into ``runtime.profile``; what the user should
-    be told, a line each. ``quick`` tries four numbers of rows and the likely variants, ``full`` all of both;
+    be told, a line each. ``quick`` tries five numbers of rows and the likely variants, ``full`` all of both;
     ``off`` does nothing, and neither does a device with nothing to choose. ``activations``: "f32" or "int8",
     in which the matrices' products are made where their format allows. ``folder``: where choices are kept."""
     if how not in TUNE_CHOICES:

@@ -23,8 +23,8 @@ from xinfer_vk.kernels.matmul import (
     apply_epilogue,
     choose,
     choose_halves,
+    named,
     tuned_variant,
-    variants,
 )
 from xinfer_vk.kernels.routing import Routing, read_tiles
 from xinfer_vk.kernels.unpack import unpack
@@ -84,11 +84,10 @@ def expert_linear(
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
     if halves is None:
-        known = variants(profile, fmt, cols, routing.tile, aligned)
         name = tuned_variant(profile, fmt, rows, cols, routing.tile)
-        if name not in known or name.startswith("coop") or known[name][2] < routing.tile:
-            name = "default"
-        plain, tile_rows, tile_pairs = known[name]
+        plain, tile_rows, tile_pairs = named(profile, fmt, cols, routing.tile, aligned, name)
+        if tile_pairs < routing.tile:
+            plain, tile_rows, tile_pairs = choose(profile, fmt, cols, routing.tile, aligned)
     else:
         plain, tile_rows, tile_pairs = choose_halves(profile, fmt, routing.tile)
         x, x_stride = halves, routing.tokens if x_of_tokens else routing.pairs

@@ -219,7 +219,8 @@ def _matmuls(profile: DeviceProfile, fmt: str, tokens: int, aligned: bool, quick
     found = {f"matmul {most}": _matmul(profile, fmt, tokens, aligned, most) for most in TILE_TOKENS}
     for name, row_quads, stages in (("ahead", 1, 1), ("double", 1, 2), ("x128", 2, 1)):
         fitting = [t for t in TILE_TOKENS if _tile_bytes(t, row_quads, stages) <= profile.max_shared_bytes]
-        for most in fitting[-1:] if quick else fitting:
+        largest = [t for t in fitting if t <= up_to(tokens, TILE_TOKENS)][-1:]
+        for most in largest if quick else fitting:
             found[f"matmul {most} {name}"] = _matmul(profile, fmt, tokens, aligned, most, row_quads, stages)
     return found
 
@@ -258,9 +259,11 @@ def _coops(profile: DeviceProfile, fmt: str, tokens: int, quick: bool) -> dict[s
     return found
 
 
-def _named_coop(profile: DeviceProfile, fmt: str, name: str) -> Choice:
+def _named_coop(profile: DeviceProfile, fmt: str, tokens: int, name: str) -> Choice:
+    """That of :func:`_coops`, perhaps found for more rows of x: then in the tile that suits ``tokens``."""
     words = name.split()
-    return _coop(profile, fmt, int(words[1]), int(words[3]) if len(words) > 2 else 1)
+    tile = min(int(words[1]), up_to(tokens, COOP_TOKENS))
+    return _coop(profile, fmt, tile, int(words[3]) if len(words) > 2 else 1)
 
 
 def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> Choice:
@@ -278,12 +281,10 @@ def choose_halves(profile: DeviceProfile, fmt: str, tokens: int) -> Choice:
     return _coop(profile, fmt, up_to(tokens, fitting))
 
 
-def variants(
+def _every_variant(
     profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, quick: bool = False
 ) -> dict[str, Choice]:
-    """Every kernel that can make products of ``tokens`` rows of x, by name, the one of :func:`choose` first.
-    Those whose name begins with "coop" take x in halves (:mod:`xinfer_vk.kernels.halves`). ``quick``: only
-    those that are worth the time of trying them all."""
+    """Those of :func:`variants`, some under several names: for few rows of x large tiles are smaller ones."""
     found = {"default": choose(profile, fmt, cols, tokens, aligned)}
     if profile.simd:
         return found
@@ -293,7 +294,23 @@ def variants(
         found |= _matmuls(profile, fmt, tokens, aligned, quick)
     if multiplies_halves(profile, tokens):
         found |= _coops(profile, fmt, tokens, quick)
-    return distinct(found)
+    return found
+
+
+def variants(
+    profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, quick: bool = False
+) -> dict[str, Choice]:
+    """Every kernel that can make products of ``tokens`` rows of x, by name, the one of :func:`choose` first.
+    Those whose name begins with "coop" take x in halves (:mod:`xinfer_vk.kernels.halves`). ``quick``: only
+    those that are worth the time of trying them all."""
+    return distinct(_every_variant(profile, fmt, cols, tokens, aligned, quick))
+
+
+def named(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, name: str) -> Choice:
+    """The variant of that name, which may have been found for more rows of x. The default if there is none,
+    and for one that takes halves."""
+    every = _every_variant(profile, fmt, cols, tokens, aligned)
+    return every["default"] if name.startswith("coop") else every.get(name, every["default"])
 
 
 def distinct(found: dict[str, Choice]) -> dict[str, Choice]:
@@ -379,15 +396,13 @@ def linear(
     if choice is not None:
         kernel, tile_rows, tile_tokens = choice
     elif halves is not None:
-        named = variant.startswith("coop")
+        coop = variant.startswith("coop")
         kernel, tile_rows, tile_tokens = (
-            _named_coop(profile, fmt, variant) if named else choose_halves(profile, fmt, tokens)
+            _named_coop(profile, fmt, tokens, variant) if coop else choose_halves(profile, fmt, tokens)
         )
         x, x_stride = halves, tokens
     else:
-        known = variants(profile, fmt, cols, tokens, aligned)
-        name = variant if variant in known and not variant.startswith("coop") else "default"
-        kernel, tile_rows, tile_tokens = known[name]
+        kernel, tile_rows, tile_tokens = named(profile, fmt, cols, tokens, aligned, variant)
     by_lanes = choice is None and halves is None and not brief and matmul_lanes.applies(profile)
     steps: list[Step] = []
     for part in parts:
