@@ -124,7 +124,8 @@ class TestDemoModel:
         piped = xinfer(*common, stdin="What is the capital of France?\n")
         from_file = xinfer(*common, "--file", str(tmp_path / "p.txt"))
         direct = xinfer(*common, "--prompt", "What is the capital of France?")
-        assert piped.stdout == from_file.stdout == direct.stdout == "The capital of France\n"
+        dashed = xinfer(*common, "--prompt", "-", stdin="What is the capital of France?\n")
+        assert {piped.stdout, from_file.stdout, direct.stdout, dashed.stdout} == {"The capital of France\n"}
         assert piped.stderr == ""
 
     def test_json_holds_what_makes_figures_comparable(self) -> None:
