@@ -45,12 +45,23 @@ class CountingRuntime(NumpyRuntime):
         return sum(self.bytes.values())
 
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
-        twins = 2 if kind is BufferKind.STATE and not self.profile.unified_memory else 1  # the host's copy
-        self.bytes[kind] += twins * words * WORD_BYTES
-        return Buffer(name, words, kind)
+        buffer = Buffer(name, words, kind)
+        self.bytes[kind] += self._bytes_of(buffer)
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        self.bytes[buffer.kind] -= self._bytes_of(buffer)
 
     def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
         """Nothing is kept."""
+
+    def mapped(self, buffer: Buffer) -> memoryview:
+        """Of a few words, which go with it."""
+        return np.zeros(buffer.words, np.uint32).data
+
+    def _bytes_of(self, buffer: Buffer) -> int:
+        discrete_state = buffer.kind is BufferKind.STATE and not self.profile.unified_memory
+        return (2 if discrete_state else 1) * buffer.words * WORD_BYTES  # with the host's copy
 
 
 class ShapePlanner(WeightPlanner):
