@@ -97,7 +97,7 @@ def test_the_work_for_a_token_does_not_grow_with_the_text() -> None:
 
     class Counting:
         pieces = tokenizer.pieces
-        is_special = staticmethod(tokenizer.is_special)
+        special_ids = tokenizer.special_ids
 
         @staticmethod
         def token_bytes(token_id: int) -> bytes:

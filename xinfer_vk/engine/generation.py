@@ -142,7 +142,8 @@ class Generation:
         self.generated.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        self._show(self._stops.push(self.decoder.push(token)))
+        text = self.decoder.push(token)
+        self._show(self._stops.push(text) if self.params.stop else text)
         if self._stops.found is not None:
             self.stop = self._stops.found
             self.finish("stop")

@@ -242,11 +242,6 @@ class ModelRunner:
             times.append(recorded.times_ns())
         return plan, np.array(times)
 
-    @property
-    def last_dispatches(self) -> int:
-        """Of the step run last."""
-        return len(self.last_plan.steps) if self.last_plan else 0
-
     def read_logprobs(self, row: int) -> TokenLogprobs:
         """Log-probabilities of the token that the last run chose (or had as its target) in ``row``, for
         rows whose parameters ask for them."""
@@ -340,12 +335,13 @@ class ModelRunner:
 
     def _plan(self, tokens: int, outputs: int, head: Head, ahead: int = 1) -> tuple[Recorded, Plan]:
         key = (tokens, outputs, head, ahead)
-        if key not in self._plans:
+        found = self._plans.get(key)
+        if found is None:
             began = time.perf_counter()
             plan = self._make_plan(tokens, outputs, head, ahead)
-            self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), plan)
+            found = self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), plan)
             self.compile_s += time.perf_counter() - began
-        return self._plans[key]
+        return found
 
     def _make_plan(self, tokens: int, outputs: int, head: Head, ahead: int) -> Plan:
         """``ahead`` steps one after the other, whose results lie ``max_outputs`` words apart."""

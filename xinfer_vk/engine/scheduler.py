@@ -20,6 +20,7 @@ from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import Chunk, Head, ModelRunner
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
+from xinfer_vk.plan import Plan
 from xinfer_vk.sampling import reference
 from xinfer_vk.sampling.device import RowParams
 from xinfer_vk.sampling.logprobs import TokenLogprobs, logprobs_of
@@ -52,7 +53,7 @@ class Scheduler:
         self._waiting: deque[Generation] = deque()
         self._running: list[Generation] = []
         self._reserved: dict[Generation, int] = {}  # blocks promised to a running generation
-        self.dispatches = 0  # of the last step, of one with decode tokens if there was any
+        self._counted: tuple[Plan | None, int] = None, 1  # see dispatches
         self.tokens_chosen = 0
         self.bytes_read = 0
         self._decoded = False
@@ -63,6 +64,12 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def dispatches(self) -> int:
+        """Of the last step, of one with decode tokens if there was any."""
+        plan, steps = self._counted
+        return len(plan.steps) // steps if plan is not None else 0
 
     def step(self) -> list[Generation]:
         """One step of the model; the generations that ended in it. Stopped ones end before it.
@@ -201,7 +208,7 @@ class Scheduler:
         decoding = any(g.prefilled for g, _ in batch)
         out = self.runner.run([c for _, c in batch], head)
         if decoding or not self._decoded:
-            self._decoded, self.dispatches = decoding, self.runner.last_dispatches
+            self._decoded, self._counted = decoding, (self.runner.last_plan, 1)
         self._note_prompts(batch, began, compiled)
         now, compile_s = time.perf_counter(), self.runner.compile_s - compiled
         self.tokens_chosen += len(choosing)
@@ -221,7 +228,7 @@ class Scheduler:
         steps = self._steps_ahead()
         sequences = [g.sequence for g in running if g.sequence is not None]
         out = runner.decode(sequences, [g.generated[-1] for g in running], head, steps)
-        self._decoded, self.dispatches = True, runner.last_dispatches // steps
+        self._decoded, self._counted = True, (runner.last_plan, steps)
         compile_s = runner.compile_s - compiled
         each = (time.perf_counter() - began - compile_s) / steps
         for generation in running:

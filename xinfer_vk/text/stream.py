@@ -18,14 +18,14 @@ class StreamDecoder:
     def __init__(
         self, tokenizer: Tokenizer, skip_special: bool = True, shown: frozenset[int] = frozenset()
     ) -> None:
-        self._shown = shown
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids - shown if skip_special else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drop_space = tokenizer.pieces.drop_first_space
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; maybe none."""
-        if self._skip_special and self._tokenizer.is_special(token_id) and token_id not in self._shown:
+        if token_id in self._hidden:
             return ""
         data = self._tokenizer.token_bytes(token_id)
         if self._drop_space and data:

@@ -225,6 +225,11 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it (``"<|im_end|>"``, ``"Ġthe"``), if it has it."""
         return self._backend.token_to_id(token)
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The model's control tokens."""
+        return self._special
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token is one of the model's control tokens."""
         return token_id in self._special
