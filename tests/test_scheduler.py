@@ -349,15 +349,15 @@ def test_streams_made_before_a_larger_one_still_run(tiny_model: Path) -> None:
 @pytest.mark.usefixtures("step_by_step")
 def test_an_error_hands_over_what_there_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = llm._runner_for(96, 2, 192)
-    run, calls = runner.run, [0]
+    decode, calls = runner.decode, [0]
 
     def failing(*args: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 6:
+        if calls[0] == 5:
             raise NumericError("planted")
-        return run(*args)
+        return decode(*args)
 
-    monkeypatch.setattr(runner, "run", failing)
+    monkeypatch.setattr(runner, "decode", failing)
     seen: dict[int, Any] = {}
     with pytest.raises(NumericError, match="planted"):
         llm.batch(

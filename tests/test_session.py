@@ -38,13 +38,20 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 def run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each step of the model took."""
     taken: list[int] = []
-    real = ModelRunner.run
+    run, decode = ModelRunner.run, ModelRunner.decode
 
     def counted(self: ModelRunner, chunks: Any, head: Any = "argmax") -> np.ndarray:
         taken.append(sum(len(chunk.token_ids) for chunk in chunks))
-        return real(self, chunks, head)
+        return run(self, chunks, head)
+
+    def counted_decode(
+        self: ModelRunner, sequences: Any, tokens: Any, head: Any, steps: int
+    ) -> list[list[int]]:
+        taken.extend([len(sequences)] * steps)
+        return decode(self, sequences, tokens, head, steps)
 
     monkeypatch.setattr(ModelRunner, "run", counted)
+    monkeypatch.setattr(ModelRunner, "decode", counted_decode)
     return taken
 
 
@@ -362,14 +369,14 @@ def test_after_an_error_the_cache_is_not_trusted_but_the_text_is_kept(
     session.send("Hello").result
     stream = session.send("And now?")
     shown = next(stream)
-    real = ModelRunner.run
+    real = ModelRunner.decode
 
-    def broken(self: ModelRunner, chunks: Any, head: Any = "argmax") -> np.ndarray:
-        real(self, chunks, head)
+    def broken(self: ModelRunner, *arguments: Any) -> list[list[int]]:
+        real(self, *arguments)
         raise NumericError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "run", broken)
+        patch.setattr(ModelRunner, "decode", broken)
         with pytest.raises(NumericError):
             next(stream)
     assert session.turns[-1].assistant == shown
