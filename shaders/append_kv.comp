@@ -18,8 +18,9 @@
 // Bytes: 8 a dim of a query, 6 a dim of a key or a value in f16, and the angles; 6 flops a pair, 8 more with NORM.
 // Lanes read neighbouring words of activations and angles, 64, 128 or 256 bytes at once for subgroups of 16, 32 or 64,
 // and so are values written; the words of a key stand 32 apart (see include/kv.glsl), which costs a GPU whole sectors
-// for words: 3 MB of traffic for 512 tokens of SmolLM2, and decoding does not notice. Quantizing 64 dims, two blocks,
-// is one invocation's work of some 300 instructions: nothing beside the product that made them.
+// for words: 3 MB of traffic for 512 tokens of SmolLM2, and decoding does not notice. Quantizing, an invocation looks
+// for the largest of 32 staged dims, and after a barrier makes words of 4 or 8: loops that stay loops, because lavapipe
+// compiled them for 9 s when they were unrolled, and now for 0.2.
 #version 450
 // variants: KV=f32,f16,q8_0,q4_0
 #extension GL_GOOGLE_include_directive : require
@@ -68,8 +69,8 @@ shared uint scales[2u * STAGED / 32u];
 shared float staged[STAGED]; // [heads][head_dim]: keys, normalized and turned
 #endif
 uint lane, token;
-uint row;              // where the token's queries begin
-uint first, key, end;  // the workgroup's heads are `first` to `end` - 1; from `key` on they are keys
+uint row;             // where the token's queries begin
+uint first, key, end; // the workgroup's heads are `first` to `end` - 1; from `key` on they are keys
 
 // Dim i of a head.
 uint at(uint head, uint i) {
