@@ -13,6 +13,7 @@
 // that x comes in loads of 16 bytes there too (pairs of lanes then read 32 bytes in a row, RUN of them side by
 // side). Flops: 2 per weight and token; of instructions, a unit of eight nibbles of four rows takes about 70 to
 // decode and 32 multiply-adds, 16 operations on x and its loads for each token: what bounds 4-bit formats.
+// Where x is a begun norm (xinfer_vk/kernels/split_norm.py) a quarter of a row more is read, once for 8 ROW_GROUPS rows.
 // Registers: 4 ROW_GROUPS TOKENS sums, and 32 ROW_GROUPS weights: some 60 for one token, 150 for 8 and two groups.
 //
 // The sums of the lanes are added up
@@ -70,6 +71,27 @@ const uint PARTS = 2u * (gl_WorkGroupSize.x / SUBGROUP); // sums of a token and 
 const uint PARTS = gl_WorkGroupSize.x;
 #endif
 shared vec4 partial[PARTS * ALL_SUMS];
+
+// Where the rows of x are begun norms (xinfer_vk/kernels/split_norm.py) SQUARES lanes a token add up its sums of
+// squares, then whoever stores the token adds up theirs.
+const uint SQUARES = 32u;
+shared float squares[SQUARES * TOKENS];
+
+void add_squares(uint t, uint slot, uint at) { // at: where they are; a barrier must follow
+    vec4 sum = vec4(0.0);
+    for (uint i = 4u * slot; i < p.cols / 4u; i += 4u * SQUARES)
+        sum += load_x4(at + i);
+    squares[t * SQUARES + slot] = dot(sum, vec4(1.0));
+}
+
+float norm_factor(uint t) { // 1 / sqrt(mean(x²) + eps), or 1
+    if (p.norm_eps < 0.0)
+        return 1.0;
+    float sum = 0.0;
+    for (uint i = 0u; i < SQUARES; i++)
+        sum += squares[t * SQUARES + i];
+    return 1.0 / sqrt(sum / float(p.cols) + p.norm_eps);
+}
 
 // The values of x that meet the step from unit k on; zero beyond the last column, which is not read. Where the weights of
 // a unit are decoded in place (too large by powers of two, include/formats.glsl) x is made smaller instead:
@@ -147,6 +169,9 @@ void main() {
     [[unroll]] for (uint i = 0u; i < ALL_SUMS; i++)
         acc[i] = vec4(0.0);
     FOR_TOKENS x_at[t] = p.x_offset + x_row(min(t0 + t, used - 1u)) * p.x_stride; // unused rows are not read
+    if (p.norm_eps >= 0.0)
+        for (uint i = lane; i < SQUARES * min(TOKENS, used - t0); i += gl_WorkGroupSize.x)
+            add_squares(i / SQUARES, i % SQUARES, p.x_offset + (t0 + i / SQUARES) * p.x_stride + p.cols);
     for (uint k0 = lane / 2u * RUN; k0 < units; k0 += IN_FLIGHT * slots * RUN) {
         uvec4 raw[IN_FLIGHT * ROW_GROUPS * RUN][RAW];
         FOR_LOADS FOR_GROUPS FOR_RUN
@@ -222,6 +247,7 @@ void main() {
         for (uint part = 2u; part < PARTS; part += 2u)
             sum += partial[n * PARTS + part + h];
 #endif
+        sum *= norm_factor(n / ROW_GROUPS);
         store(row, t0 + n / ROW_GROUPS, sum + load_bias(row));
     }
 }

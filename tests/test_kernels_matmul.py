@@ -22,12 +22,14 @@ from xinfer_vk.kernels.base import Part, Ref
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words
 from xinfer_vk.kernels.matmul import EPILOGUES, PAIRED, Choice, linear, variants
+from xinfer_vk.kernels.split_norm import SUMMED, Begin, begun_words
 from xinfer_vk.kernels.unpack import unpack, unpack_rows
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Step
 from xinfer_vk.reference import NumpyRuntime
 
 POISON = np.float32(np.nan)
 EPS = 2.0**-24
+NORM_EPS = 0.5
 SIZES = (1, 3, 7, 31, 33, 63, 65, 257)
 
 # The classes of devices that a kernel is written for, whatever the device under test is.
@@ -50,10 +52,12 @@ class Product:
     gap: int = 0
     count: str = "tokens"
     halves: bool = False  # from activations in two f16 planes
+    ends: bool = False  # an RMSNorm: x are begun rows
+    begins: bool = False  # an RMSNorm of y
 
     @property
     def x_stride(self) -> int:
-        return -(-self.cols // 4) * 4 + self.gap
+        return -(-(begun_words(self.cols) if self.ends else self.cols) // 4) * 4 + self.gap
 
     @property
     def width(self) -> int:
@@ -71,6 +75,9 @@ class Setup:
         self.x = np.full((p.tokens, p.x_stride), POISON)
         self.x[: p.used, : p.cols] = rng.standard_normal((p.used, p.cols))
         self.x_values = self.x[: p.used, : p.cols]
+        if p.ends:
+            self.x[: p.used, p.cols : begun_words(p.cols)] = rng.random((p.used, p.cols // SUMMED)) * 10
+        self.next_weight = rng.standard_normal(p.rows).astype(np.float32)
         self.before = rng.standard_normal((p.tokens, p.width)).astype(np.float32)
         self.bias = rng.standard_normal(p.rows).astype(np.float32)
 
@@ -102,11 +109,19 @@ class Setup:
         y_values = np.full((p.tokens, y_stride), POISON)
         if p.epilogue in ("add", "gated"):
             y_values[:, : p.width] = self.before
-        y = put("y", BufferKind.SCRATCH, y_values, 3)
+        y_words = y_values.reshape(-1)
+        if p.begins:
+            y_words = np.append(y_words, np.full(p.tokens * begun_words(p.rows), POISON))
+        y = put("y", BufferKind.SCRATCH, y_words, 3)
         state_values = np.zeros(st.BLOCK_TABLE, np.uint32)
         state_values[st.N_TOKENS if p.count == "tokens" else st.N_OUTPUTS] = p.used
         state = put("state", BufferKind.STATE, state_values, 0).buffer
-        bias = put("params", BufferKind.WEIGHTS, self.bias, 5) if p.bias else None
+        params = put("params", BufferKind.WEIGHTS, np.append(self.bias, self.next_weight), 5)
+        bias = params if p.bias else None
+        begin = None
+        if p.begins:
+            weight = Ref(params.buffer, params.offset + p.rows)
+            begin = Begin(weight, Ref(y.buffer, y.offset + y_values.size))
         x_stride = self.x.shape[1]
         halves, steps = None, []
         if p.halves:
@@ -115,7 +130,8 @@ class Setup:
             steps = split_halves(x, x_stride, p.cols, halves, p.tokens, state, p.count)
         steps += linear(
             profile, p.fmt, parts, p.cols, x, x_stride, y, y_stride, p.tokens, state, bias, p.epilogue,
-            p.count, halves=halves, choice=self.choice(profile), variant=variant,
+            p.count, halves=halves, choice=self.choice(profile), variant=variant, begin=begin,
+            norm_eps=NORM_EPS if p.ends else None,
         )  # fmt: skip
         assert len(steps) == len(parts) + p.halves
         run(rt, steps)
@@ -128,9 +144,22 @@ class Setup:
         untouched[3 : 3 + frame.size] = ~frame.reshape(-1)
         expected = np.full(got.size, POISON).view(np.uint32)
         expected[3 : 3 + frame.size] = y_values.reshape(-1).view(np.uint32)
+        values = got[3 : 3 + frame.size].view(np.float32).reshape(frame.shape)[: p.used, : p.width]
+        if p.begins:
+            begun_at = slice(3 + frame.size, 3 + frame.size + p.used * begun_words(p.rows))
+            self.check_begun(values, got[begun_at].view(np.float32).reshape(p.used, -1))
+            untouched[begun_at] = False
         wrong = np.flatnonzero(untouched & (got != expected))
         assert not wrong.size, f"{p}: wrote {wrong.size} words outside its rows, the first at {wrong[0]}"
-        return got[3 : 3 + frame.size].view(np.float32).reshape(p.tokens, y_stride)[: p.used, : p.width]
+        return values
+
+    def check_begun(self, y: np.ndarray, rows: np.ndarray) -> None:
+        """``rows``: what the product began of the norm of its result ``y``, one rounding from float64 or,
+        of squares, five."""
+        y, cols = y.astype(np.float64), y.shape[1]
+        np.testing.assert_allclose(rows[:, :cols], y * self.next_weight, rtol=2 * EPS, atol=1e-37)
+        squares = (y**2).reshape(len(y), cols // SUMMED, SUMMED).sum(axis=2)
+        np.testing.assert_allclose(rows[:, cols:], squares, rtol=10 * EPS, atol=1e-37)
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """The result in float64 and how far a float32 computation may be from it."""
@@ -138,6 +167,12 @@ class Setup:
         x = self.x_values.astype(np.float64)
         v = x @ self.matrix.dense.T
         tolerance = 4 * EPS * np.sqrt(p.cols) * (np.abs(x) @ self.matrix.magnitude.T)
+        if p.ends:
+            squares = self.x[: p.used, p.cols : begun_words(p.cols)].astype(np.float64)
+            factor = 1 / np.sqrt(squares.sum(axis=1, keepdims=True) / p.cols + NORM_EPS)
+            # The sum is of positive numbers; a root and a division may be off by 3 units each.
+            v = v * factor
+            tolerance = tolerance * factor + np.abs(v) * EPS * (4 * np.sqrt(p.cols / SUMMED) + 16)
         if p.bias:
             v = v + self.bias
             tolerance = tolerance + 4 * EPS * np.abs(self.bias)
@@ -263,6 +298,8 @@ def test_other_ways_to_use_matvec_equal_float64(fmt: str, name: str, runtime: An
         check(product, runtime, profile, name)
         if tokens == 3:
             check(replace(product, splits=(24,)), runtime, profile, name)
+    both = Product(fmt, 32, whole_blocks(fmt, 96), 8, 5, "add", begins=True, ends=True)
+    check(both, runtime, profile, name)
 
 
 MATMULS = [(fmt, "matmul 32 double") for fmt in FORMATS] + [
@@ -350,6 +387,30 @@ def test_rows_of_x_may_begin_anywhere(fmt: str, runtime: Any, profile: DevicePro
             check(Product(fmt, 33, whole_blocks(fmt, 96), tokens, tokens, gap=gap), runtime, profile)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_product_ends_the_norm_of_what_it_multiplies(fmt: str, runtime: Any) -> None:
+    profile = replace(runtime.profile, simd=False)
+    for tokens, used, epilogue in ((1, 1, "swiglu"), (8, 5, "store")):
+        product = Product(fmt, 38, whole_blocks(fmt, 96), tokens, used, epilogue, bias=True, ends=True)
+        check(product, runtime, profile)
+
+
+@pytest.mark.parametrize("epilogue", ("store", "add", "gated"))
+@pytest.mark.parametrize("fmt", ("f32", "q4_1", "q6_k"))
+def test_a_product_begins_the_norm_of_what_it_stores(
+    fmt: str, epilogue: str, runtime: Any, profile: DeviceProfile
+) -> None:
+    product = Product(fmt, 96, whole_blocks(fmt, 64), 1, 1, epilogue, bias=True, begins=True)
+    check(product, runtime, profile)
+    check(replace(product, tokens=8, used=7, bias=False, splits=(40, 72)), runtime, profile)
+    check(replace(product, tokens=16, used=9, gap=1), runtime, profile)  # by another family on GPUs
+
+
+def test_norms_of_long_rows(runtime: Any) -> None:
+    profile = replace(runtime.profile, simd=False)
+    check(Product("q8_0", 9, 8192, 2, 2, ends=True), runtime, profile)
+
+
 def test_outputs_are_counted_by_their_own_word_of_the_state(runtime: Any, profile: DeviceProfile) -> None:
     check(Product("q4_1", 33, 64, 8, 5, count="outputs"), runtime, profile)
 
@@ -422,6 +483,9 @@ def test_unpacking_gives_back_every_weight(fmt: str) -> None:
         np.testing.assert_array_equal(unpack_rows(fmt, matrix.words, matrix.cols, some), dense[some])
 
 
+OTHER = Buffer("other", 64, BufferKind.SCRATCH)
+
+
 def _linear(**changed: Any) -> list[Step]:
     buffer = Buffer("all", 1 << 20, BufferKind.SCRATCH)
     arguments: dict[str, Any] = {
@@ -439,6 +503,9 @@ def _linear(**changed: Any) -> list[Step]:
         ({"cols": 33}, "33 columns"),
         ({"fmt": "q4_k", "cols": 288}, "q4_k rows are blocks of 256 weights: 288 columns"),
         ({"epilogue": "gelu"}, "gelu"),
+        ({"begin": Begin(Ref(OTHER), Ref(OTHER))}, "must lie in the buffers"),
+        ({"begin": Begin(Ref(OTHER), Ref(OTHER)), "epilogue": "swiglu"}, "swiglu cannot begin a norm"),
+        ({"fmt": "f32", "cols": 40, "norm_eps": 1e-6}, "cannot end a norm of 40 columns"),
         ({"count": "rows"}, "rows"),
         ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 2, 0, 8)]}, "word 2"),
         ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 0, 4, 8)]}, "row 4"),

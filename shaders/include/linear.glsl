@@ -30,6 +30,11 @@ layout(push_constant) uniform Push {
     uint experts;      // EXPERTS: how many are in this part
     uint per_token;    // EXPERTS: pairs of a token
     uint x_of_tokens;  // EXPERTS: 1: x has a row a token, 0: one a pair
+    // RMSNorms that the product before begins and the one after ends (xinfer_vk/kernels/split_norm.py)
+    uint next_weight; // words, in the buffer of the biases
+    uint next_offset; // words, in y: of the begun rows
+    uint next_cols;   // of the whole matrix' rows; 0: no norm begins here
+    float norm_eps;   // below zero: the rows of x are no begun ones
 } p;
 layout(constant_id = 3) const uint EXPERTS = 0u; // of a mixture; 0: plain products. See rows.glsl
 
@@ -63,7 +68,8 @@ vec4 load_bias(uint row) {
 #include "silu.glsl"
 #include "gelu.glsl"
 
-// Rows row .. row+3 (row a multiple of 4) of token t are v. Rows of the padding are not stored.
+// Rows row .. row+3 (row a multiple of 4) of token t are v. Rows of the padding are not stored. Where a norm
+// begins what is stored is stored again times the norm's weight, and the sum of its squares behind the row.
 void store(uint row, uint t, vec4 v) {
     uint first = p.first_row + row, count = min(4u, p.rows - min(row, p.rows));
     if (p.epilogue == SWIGLU || p.epilogue == GEGLU) { // gate in even rows, up in odd ones
@@ -73,6 +79,9 @@ void store(uint row, uint t, vec4 v) {
         count /= 2u;
     }
     first += p.y_offset + y_row(t) * p.y_stride;
+    const uint column = p.first_row + row;
+    const uint next = p.next_offset + t * (p.next_cols + p.next_cols / 4u) + column;
+    float squares = 0.0;
     EPILOGUE_LOOP for (uint c = 0u; c < count; c++) {
         float a = v[c];
         if (p.epilogue == ADD)
@@ -80,5 +89,11 @@ void store(uint row, uint t, vec4 v) {
         else if (p.epilogue == GATED)
             a *= silu(y[first + c]);
         y[first + c] = a;
+        if (p.next_cols != 0u) {
+            y[next + c] = a * bias[p.next_weight + column + c];
+            squares += a * a;
+        }
     }
+    if (p.next_cols != 0u && count != 0u)
+        y[next + p.next_cols - column + column / 4u] = squares;
 }

@@ -27,6 +27,7 @@ from xinfer_vk.kernels.matmul import (
     tuned_variant,
 )
 from xinfer_vk.kernels.routing import Routing, read_tiles
+from xinfer_vk.kernels.split_norm import NOT_SPLIT
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
@@ -104,7 +105,7 @@ def expert_linear(
             "x_stride": x_stride, "y_offset": y.offset, "y_stride": y_stride, "bias_offset": 0, "has_bias": 0,
             "epilogue": EPILOGUES.index(epilogue), "count_at": routing.tiles, "expert_words": part.words,
             "first_expert": part.first, "experts": part.count, "per_token": routing.per_token,
-            "x_of_tokens": int(x_of_tokens),
+            "x_of_tokens": int(x_of_tokens), **NOT_SPLIT,
         }  # fmt: skip
         lists = routing.buffer
         buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": lists, "bias": lists}

@@ -27,10 +27,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from xinfer_vk.kernels import matmul_lanes
+from xinfer_vk.kernels import matmul_lanes, split_norm
 from xinfer_vk.kernels.base import COUNTS, Part, Ref, ceil_div
 from xinfer_vk.kernels.halves import multiplies_halves, read_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format
+from xinfer_vk.kernels.split_norm import SUMMED
 from xinfer_vk.kernels.swiglu import gelu_tanh, silu
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
@@ -42,7 +43,7 @@ BINDINGS = ("w", "x", "y", "state", "bias")
 PARAMS = (
     "w_offset:u", "rows:u", "cols:u", "first_row:u", "x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u",
     "bias_offset:u", "has_bias:u", "epilogue:u", "count_at:u", "expert_words:u", "first_expert:u",
-    "experts:u", "per_token:u", "x_of_tokens:u",
+    "experts:u", "per_token:u", "x_of_tokens:u", *split_norm.PARAMS,
 )  # fmt: skip
 NO_EXPERTS = {"expert_words": 0, "first_expert": 0, "experts": 0, "per_token": 1, "x_of_tokens": 0}
 
@@ -85,6 +86,10 @@ def oracle_of(fmt: str, read_x: Callable[[OracleCall, int], np.ndarray] = _x) ->
         weights = call.cached(("w", fmt, p.w_offset, p.rows, p.cols), dense)  # [rows, cols]
         tokens = int(call.u32("state")[p.count_at])
         v = read_x(call, tokens) @ weights.T  # [tokens, rows], accumulated in float32 by the BLAS
+        if p.norm_eps >= 0:
+            words = split_norm.begun_words(p.cols)
+            x = rows_view(call.f32("x"), p.x_offset, p.x_stride, tokens, words)
+            v *= split_norm.norm_factors(x, p.cols, p.norm_eps)
         if p.has_bias:
             first = p.bias_offset + p.first_row
             v += call.f32("bias")[first : first + p.rows]
@@ -92,6 +97,12 @@ def oracle_of(fmt: str, read_x: Callable[[OracleCall, int], np.ndarray] = _x) ->
         first, width = (p.first_row // 2, p.rows // 2) if paired else (p.first_row, p.rows)
         y = rows_view(call.f32("y"), p.y_offset + first, p.y_stride, tokens, width)
         y[:] = apply_epilogue(p.epilogue, v, y)
+        if p.next_cols:
+            words, first = split_norm.begun_words(p.next_cols), p.next_weight + p.first_row
+            rows = split_norm.begun(y, call.f32("bias")[first : first + p.rows])
+            place = rows_view(call.f32("y"), p.next_offset, words, tokens, words)
+            place[:, p.first_row : p.first_row + p.rows] = rows[:, : p.rows]
+            place[:, p.next_cols :][:, p.first_row // SUMMED :][:, : p.rows // SUMMED] = rows[:, p.rows :]
 
     return oracle
 
@@ -163,7 +174,9 @@ def _matvec(
     if reduce == "subgroup":
         spec.append(("subgroup", profile.subgroup_size))
     else:
-        lanes = min(lanes, MATVEC_SHARED // (tile * groups))  # a vec4 a lane, token and group
+        # a vec4 a lane, token and group; and 1 KiB where norms end
+        most = MATVEC_SHARED if profile.max_shared_bytes >= 16 * MATVEC_SHARED + 1024 else MATVEC_SHARED // 2
+        lanes = min(lanes, most // (tile * groups))
     return _kernel("matvec", fmt, reduce, (("local_size", lanes), *spec)), 8 * groups, tile
 
 
@@ -174,7 +187,7 @@ def reduces_by_subgroup(profile: DeviceProfile, lanes: int, sums: int) -> bool:
         {"subgroup_shuffle", "subgroup_size_control"} <= profile.features
         and 4 <= profile.subgroup_size <= lanes
         and lanes % profile.subgroup_size == 0
-        and 2 * lanes // profile.subgroup_size * sums <= MATVEC_SHARED
+        and 2 * lanes // profile.subgroup_size * sums <= MATVEC_SHARED // 2
     )
 
 
@@ -368,6 +381,8 @@ def linear(
     choice: Choice | None = None,
     brief: bool = False,
     independent: bool = False,
+    begin: split_norm.Begin | None = None,
+    norm_eps: float | None = None,
 ) -> list[Step]:
     """Steps that compute ``y[t, r] = sum_c W[r, c] x[t, c] (+ bias[r])`` for all rows ``r`` of ``parts``.
 
@@ -380,10 +395,13 @@ def linear(
     made of these, on matrix units. ``variant``: one of :func:`variants`, else the tuned one; ``choice``:
     a kernel of another module. ``brief``: the product is for few rows and few runs, so that a kernel which
     takes long to compile would not pay. ``independent``: the steps before these are products too, of the same
-    ``x`` and to other columns, so that none has to wait for another.
+    ``x`` and to other columns, so that none has to wait for another. ``begin``: an RMSNorm of y that the
+    product begins; ``norm_eps``: epsilon of one that it ends: the rows of x are begun rows
+    (:mod:`xinfer_vk.kernels.split_norm`).
 
     Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
-    begin at a multiple of 4 words and of 8 rows, and for parts that cut a gate from its up.
+    begin at a multiple of 4 words and of 8 rows, for parts that cut a gate from its up, and for norms that
+    the kernel cannot begin or end.
     """
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue {epilogue!r} does not exist (there are: {', '.join(EPILOGUES)})")
@@ -404,6 +422,8 @@ def linear(
     else:
         kernel, tile_rows, tile_tokens = named(profile, fmt, cols, tokens, aligned, variant)
     by_lanes = choice is None and halves is None and not brief and matmul_lanes.applies(profile)
+    split = _split_norms(sum(part.rows for part in parts), y, bias, epilogue, begin, norm_eps)
+    of_rows = bias.buffer if bias else begin.weight.buffer if begin else state
     steps: list[Step] = []
     for part in parts:
         if part.offset % 4 or part.first_row % 8 or (epilogue in PAIRED and part.rows % 2):
@@ -425,14 +445,50 @@ def linear(
             "epilogue": EPILOGUES.index(epilogue),
             "count_at": COUNTS[count],
             **NO_EXPERTS,
+            **split,
         }
-        buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state}
-        buffers["bias"] = bias.buffer if bias else state
+        buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state, "bias": of_rows}
         chosen, found = (kernel, tile_rows, tile_tokens), None
         if by_lanes:
             found = matmul_lanes.choose(profile, fmt, part.rows, cols, tokens, oracle_of(fmt))
         if found is not None:
+            if begin is not None:
+                raise ValueError(f"{label}: {found[0].name} cannot begin a norm")
             chosen, params = found, matmul_lanes.params_of(fmt, params, tokens)
+        if norm_eps is not None and not (split_norm.can_split(cols) and chosen[0].name.startswith("matvec.")):
+            raise ValueError(f"{label}: {chosen[0].name} cannot end a norm of {cols} columns")
         groups = (ceil_div(part.rows, chosen[1]), ceil_div(tokens, chosen[2]))
         steps.append(make_step(chosen[0], buffers, params, groups, label, independent or bool(steps)))
     return steps
+
+
+def ends_norms(profile: DeviceProfile, fmt: str, rows: int, cols: int, tokens: int) -> bool:
+    """Whether :func:`linear` can end an RMSNorm of ``tokens`` rows of f32 that such a matrix multiplies: for
+    few rows on GPUs. CPU devices have cheap dispatches, and loads that are dear."""
+    return (
+        split_norm.can_split(cols)
+        and not profile.simd
+        and tokens <= MATVEC_TOKENS
+        and not tuned_variant(profile, fmt, rows, cols, tokens).startswith("coop")
+    )
+
+
+def _split_norms(
+    rows: int,
+    y: Ref,
+    bias: Ref | None,
+    epilogue: str,
+    begin: split_norm.Begin | None,
+    norm_eps: float | None,
+) -> dict[str, int | float]:
+    """The push constants of norms that a product begins and ends."""
+    found = dict(split_norm.NOT_SPLIT)
+    if begin is not None:
+        if not split_norm.can_split(rows) or epilogue in PAIRED:
+            raise ValueError(f"a product of {rows} rows with the epilogue {epilogue} cannot begin a norm")
+        if begin.out.buffer is not y.buffer or (bias and bias.buffer is not begin.weight.buffer):
+            raise ValueError("a norm that a product begins must lie in the buffers of its result and bias")
+        found |= {"next_weight": begin.weight.offset, "next_offset": begin.out.offset, "next_cols": rows}
+    if norm_eps is not None:
+        found["norm_eps"] = norm_eps
+    return found

@@ -105,9 +105,8 @@ def load_decoder(
 
 def attention_block(g: Graph, index: int, layer: Layer) -> None:
     """``x += Wo · attention(rope(Wq h), rope(Wk h), Wv h)`` with ``h = RMSNorm(x)``."""
-    c, act = g.config, g.act
-    g.rms_norm(act.residual, layer.norms[INPUT_NORM], act.normed, c.hidden_size)
-    g.linear(act.normed, layer.qkv, act.qkv, label="qkv")
+    act = g.act
+    g.linear(act.residual, layer.qkv, act.qkv, label="qkv", norm=layer.norms[INPUT_NORM])
     attend(g, index)
     g.linear(act.attended, layer.output, act.residual, "add", "attention output")
 
@@ -131,17 +130,16 @@ def attend(g: Graph, index: int, head_norms: tuple[Ref, Ref] | None = None) -> N
 def mlp_block(g: Graph, layer: Layer) -> None:
     """``x += Wd · (act(Wg h) * Wu h)`` with ``h = RMSNorm(x)`` (Shazeer 2020, SwiGLU), or what the layer's
     experts make of h."""
-    c, act = g.config, g.act
-    g.rms_norm(act.residual, layer.norms[MLP_NORM], act.normed, c.hidden_size)
+    act, norm = g.act, layer.norms[MLP_NORM]
     if layer.experts is not None:
+        g.rms_norm(act.residual, norm, act.normed, g.config.hidden_size)
         add_experts(g, layer.experts)
         return
-    g.gated_mlp_input(act.normed, layer.gate_up, act.hidden)
+    g.gated_mlp_input(act.residual, layer.gate_up, act.hidden, norm)
     g.linear(act.hidden, layer.down, act.residual, "add", "down")
 
 
 def output_head(g: Graph, w: DecoderWeights) -> None:
     """Logits of the rows that want them; a prefill chunk that is not the last wants none."""
     if g.outputs:
-        g.rms_norm_outputs(g.act.residual, w.final_norm, g.act.final, g.config.hidden_size)
-        g.head(w.head)
+        g.head(g.act.residual, w.final_norm, w.head)

@@ -19,7 +19,7 @@ from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
-from xinfer_vk.kernels.matmul import linear, planned_rows, tuned_variant
+from xinfer_vk.kernels.matmul import ends_norms, linear, planned_rows, tuned_variant
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.matmul_a8 import tuned_choice as tuned_a8
 from xinfer_vk.kernels.order_columns import order_columns
@@ -27,6 +27,7 @@ from xinfer_vk.kernels.quantize_rows import quantize_rows
 from xinfer_vk.kernels.rmsnorm import Then, rmsnorm
 from xinfer_vk.kernels.routing import Routing, combine, group, route, routing_words
 from xinfer_vk.kernels.softcap import softcap
+from xinfer_vk.kernels.split_norm import Begin, begun_words, can_split
 from xinfer_vk.kernels.swiglu import swiglu
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
@@ -54,6 +55,17 @@ class RopeTable:
 
     ref: Ref
     by_token: bool = False
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A product that added to ``rows`` is the steps ``first`` to ``end`` of a graph. ``product``: makes them
+    anew, with a norm of the sum that they ``begin``."""
+
+    rows: Rows
+    first: int
+    end: int
+    product: Callable[..., list[Step]]
 
 
 class Activations:
@@ -88,9 +100,10 @@ class Activations:
         pairs = 0 if e is None else tokens * e.per_token  # of a token and one of its experts
         halves = max(halves_words(most, widest), halves_words(pairs, e.width) if e else 0)
         halves = halves if multiplies_halves(profile, most) else 0
+        normed = begun_words(c.hidden_size) if can_split(c.hidden_size) else c.hidden_size
         sizes = {
             "residual": (tokens, c.hidden_size),  # x: the residual stream
-            "normed": (tokens, c.hidden_size),  # RMSNorm(x), input of the projections
+            "normed": (tokens, normed),  # RMSNorm(x), or the rows of a begun one
             "qkv": (tokens, q_dim + 2 * kv_dim),  # queries, keys, values side by side
             "attended": (tokens, q_dim),  # attention's output, all heads
             "gate_up": (dense, 2 * c.intermediate_size),  # only where gate and up cannot be fused
@@ -151,6 +164,7 @@ class Graph:
         self.tokens, self.outputs = tokens, outputs
         self.act, self.state, self.cache, self.rope_tables = activations, state, cache, rope_tables
         self.steps: list[Step] = []
+        self._added: Addition | None = None  # the last one
 
     def embed(self, table: Matrix, out: Rows) -> None:
         """``out[t] = scale * table[token_id[t]]``, the beginning of the residual stream, which is kept
@@ -181,27 +195,62 @@ class Graph:
             c.rms_norm_eps, self.tokens, self.state, add=True, then=second,
         )  # fmt: skip
 
-    def rms_norm_outputs(self, x: Rows, weight: Ref, out: Rows, dim: int) -> None:
-        """The same for the rows that want logits, gathered: ``out[i] = norm(x[output_row[i]])``  [R, dim]"""
-        self.steps += rmsnorm(
-            self.profile, x.ref, x.stride, weight, out.ref, out.stride, dim,
-            self.config.residual_norm_eps, self.outputs, self.state, gather=True,
-        )  # fmt: skip
-
     def linear(
-        self, x: Rows, weights: Sequence[Matrix], out: Rows, epilogue: str = "store", label: str = "linear"
+        self,
+        x: Rows,
+        weights: Sequence[Matrix],
+        out: Rows,
+        epilogue: str = "store",
+        label: str = "linear",
+        norm: Ref | None = None,
     ) -> None:
         """``out = x Wᵀ + b`` for matrices stacked by rows: each fills the next columns of ``out``.
 
         ``epilogue``: "store", "add" (``out += …``, the residual connection), "swiglu" or "geglu" (rows
-        come in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]`` or gelu).  [T, out features]
+        come in gate/up pairs, ``out[i] = silu(v[2i]) * v[2i+1]`` or gelu). ``norm``: the weight of an RMSNorm
+        of x, the residual stream, before all that.  [T, out features]
         """
-        self._multiply(x, weights, out, self.tokens, "tokens", epilogue, label)
+        norm_eps = None
+        if norm is not None:
+            if self._begins_norm(x, norm, weights, self.tokens):
+                norm_eps = self.config.residual_norm_eps
+            else:
+                self.rms_norm(x, norm, self.act.normed, self.config.hidden_size)
+            x = self.act.normed
+        self._multiply(x, weights, out, self.tokens, "tokens", epilogue, label, norm_eps)
+
+    def _begins_norm(self, x: Rows, weight: Ref, weights: Sequence[Matrix], rows: int) -> bool:
+        """Whether ``act.normed`` holds the begun rows of an RMSNorm of x, which the products by ``weights``
+        then must end: makes the product that has just added to x begin it, if it is one and they all can."""
+        added, act = self._added, self.act
+        if (
+            added is None
+            or added.rows != x
+            or added.end != len(self.steps)
+            or not all(
+                w.order is None
+                and not (self.activation_dtype == "int8" and w.fmt in A8_FORMATS)
+                and ends_norms(self.profile, w.fmt, w.rows, w.cols, rows)
+                for w in weights
+            )
+        ):
+            return False
+        self.steps[added.first :] = added.product(begin=Begin(weight, act.normed.ref))
+        return True
 
     def _multiply(
-        self, x: Rows, weights: Sequence[Matrix], out: Rows, rows: int, count: str, epilogue: str, label: str
+        self,
+        x: Rows,
+        weights: Sequence[Matrix],
+        out: Rows,
+        rows: int,
+        count: str,
+        epilogue: str,
+        label: str,
+        norm_eps: float | None = None,
     ) -> None:
-        """Products of one input, which is brought into the order and the format that each matrix wants."""
+        """Products of one input, which is brought into the order and the format that each matrix wants.
+        ``norm_eps``: the input is rows of a begun norm."""
         halves: Ref | None = None  # of x, in its own order
         quantized: Rows | None = None
         end_of_products = -1
@@ -219,11 +268,16 @@ class Graph:
                     halves = self._halves(at, w.cols, rows, count)
                 product = partial(linear, halves=halves)
                 halves = None if w.order is not None else halves
-            self.steps += product(
-                self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, rows,
-                self.state, w.bias, epilogue, count, label, independent=len(self.steps) == end_of_products,
+            first = len(self.steps)
+            product = partial(
+                product, self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, rows,
+                self.state, w.bias, epilogue, count, label, independent=first == end_of_products,
+                norm_eps=norm_eps,
             )  # fmt: skip
+            self.steps += product()
             end_of_products = len(self.steps)
+            if epilogue == "add" and len(weights) == 1:
+                self._added = Addition(out, first, end_of_products, product)
             out = out.columns(w.rows)
 
     def _quantized(self, x: Rows, cols: int, rows: int, count: str) -> Rows:
@@ -252,16 +306,16 @@ class Graph:
         )
         return out
 
-    def gated_mlp_input(self, x: Rows, gate_up: Sequence[Matrix], out: Rows) -> None:
+    def gated_mlp_input(self, x: Rows, gate_up: Sequence[Matrix], out: Rows, norm: Ref | None = None) -> None:
         """``out = act(x Wgᵀ) * (x Wuᵀ)`` with the config's activation: one pass when gate and up are
         interleaved in one matrix, two products and an elementwise kernel when their formats differ.
-        [T, intermediate]"""
+        ``norm`` as in :meth:`linear`.  [T, intermediate]"""
         act = self.config.hidden_act
         if len(gate_up) == 1:
-            self.linear(x, gate_up, out, {"silu": "swiglu", "gelu_tanh": "geglu"}[act], "gate_up")
+            self.linear(x, gate_up, out, {"silu": "swiglu", "gelu_tanh": "geglu"}[act], "gate_up", norm)
             return
         pair, width = self.act.gate_up, self.config.intermediate_size
-        self.linear(x, gate_up, pair, label="gate, up")
+        self.linear(x, gate_up, pair, label="gate, up", norm=norm)
         up = pair.columns(width)
         self.steps += swiglu(
             self.profile,
@@ -357,10 +411,21 @@ class Graph:
             self.cache.capacity, self.state, self.act.partials, window=window, softcap=softcap, scale=scale,
         )  # fmt: skip
 
-    def head(self, weights: Matrix) -> None:
-        """``logits = final Wᵀ``, with the config's soft cap if it has one  [R, vocabulary]"""
-        logits = self.act.logits
-        self._multiply(self.act.final, (weights,), logits, self.outputs, "outputs", "store", "head")
+    def head(self, x: Rows, norm: Ref, weights: Matrix) -> None:
+        """``logits[i] = RMSNorm(x[output_row[i]]) Wᵀ`` of the rows of the residual stream that want logits,
+        with the config's soft cap if it has one  [R, vocabulary]"""
+        logits, final, norm_eps = self.act.logits, self.act.final, self.config.residual_norm_eps
+        # A plan for one row has nothing to gather: if logits are wanted, then its.
+        begun = self.tokens == 1 and self._begins_norm(x, norm, (weights,), self.outputs)
+        if not begun:
+            self.steps += rmsnorm(
+                self.profile, x.ref, x.stride, norm, final.ref, final.stride, self.config.hidden_size,
+                norm_eps, self.outputs, self.state, gather=True,
+            )  # fmt: skip
+        self._multiply(
+            self.act.normed if begun else final, (weights,), logits, self.outputs, "outputs", "store", "head",
+            norm_eps if begun else None,
+        )  # fmt: skip
         if cap := self.config.logit_softcap:
             self.steps += softcap(
                 self.profile, logits.ref, logits.stride, self.config.vocab_size, cap, self.outputs, self.state

@@ -49,8 +49,7 @@ def forward(g: Graph, w: DecoderWeights) -> None:
 
 def attention_block(g: Graph, index: int, layer: Layer) -> None:
     """``x += Wo · attention(rope(norm(Wq h)), rope(norm(Wk h)), Wv h)`` with ``h = RMSNorm(x)``."""
-    c, act, norms = g.config, g.act, layer.norms
-    g.rms_norm(act.residual, norms[INPUT_NORM], act.normed, c.hidden_size)
-    g.linear(act.normed, layer.qkv, act.qkv, label="qkv")
+    act, norms = g.act, layer.norms
+    g.linear(act.residual, layer.qkv, act.qkv, label="qkv", norm=norms[INPUT_NORM])
     attend(g, index, (norms["self_attn.q_norm"], norms["self_attn.k_norm"]))
     g.linear(act.attended, layer.output, act.residual, "add", "attention output")

@@ -22,6 +22,7 @@ from xinfer_vk.kernels.layout import (
 from xinfer_vk.kernels.matmul import PAIRED, linear, variants
 from xinfer_vk.kernels.matmul_a8 import choose as choose_a8
 from xinfer_vk.kernels.quantize_rows import quantize, quantized_words
+from xinfer_vk.kernels.split_norm import Begin, begun_words
 from xinfer_vk.plan import BufferKind, DeviceProfile, Step
 from xinfer_vk.selftest.batch import Batch
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
@@ -165,6 +166,35 @@ def _variant_cases() -> list[Case]:
     return cases
 
 
+def _split_norm(fmt: str, used: int, tokens: int) -> Build:
+    """A product that begins a norm and one that ends it, with the kernels of a GPU."""
+    cols, hidden, rows = (256 if fmt in SUPER_FORMATS else 96), 256, 70
+
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(tokens)
+        profile = dataclasses.replace(bench.profile, simd=False)
+        down = _parts(bench, fmt, cols, (0, 128, hidden), rng)
+        up = _parts(bench, fmt, hidden, (0, rows), rng)
+        x = np.full((tokens, cols), np.nan, np.float32)
+        x[:used] = rng.standard_normal((used, cols))
+        x_at = Ref(bench.filled("x", x))
+        residual = Ref(bench.buffer("residual", tokens * (hidden + begun_words(hidden))))
+        bench.write(residual.buffer, 0, rng.standard_normal((used, hidden)).astype(np.float32))
+        normed = Ref(residual.buffer, tokens * hidden)
+        weight = Ref(bench.filled("weight", rng.standard_normal(hidden).astype("f4"), BufferKind.WEIGHTS))
+        state, out = Batch(((0, used),), tokens).state_buffer(bench), Ref(bench.buffer("out", tokens * rows))
+        begins = linear(
+            profile, fmt, down, cols, x_at, cols, residual, hidden, tokens, state, None, "add", "tokens",
+            begin=Begin(weight, normed),
+        )  # fmt: skip
+        return begins + linear(
+            profile, fmt, up, hidden, normed, begun_words(hidden), out, rows, tokens, state, None, "store",
+            "tokens", norm_eps=1e-5,
+        )  # fmt: skip
+
+    return build
+
+
 def _cases() -> list[Case]:
     cases: list[Case] = []
     for fmt in FORMATS:
@@ -184,6 +214,10 @@ def _cases() -> list[Case]:
             for case in kernel_cases("linear", f"{fmt}, 33 of 64 rows, on matrix units", build, PRODUCT)
         ]
     cases += _variant_cases()
+    for fmt in ("f16", "q4_0", "q6_k"):
+        for used, tokens in ((1, 1), (5, 8)):
+            variant = f"{fmt}, {used} of {tokens} rows, a norm between two products"
+            cases += kernel_cases("linear", variant, _split_norm(fmt, used, tokens), PRODUCT)
     for fmt in ("q8_0", "q4_0", "q4_1", "int4_g128", "int8_g32"):
         for used, tokens, epilogue, bias, bounds in (
             (1, 1, "store", True, (0, 70)), (5, 8, "add", False, (0, 32, 67)),
