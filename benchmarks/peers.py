@@ -256,7 +256,10 @@ def counts(text: str) -> tuple[int, ...]:
     help="Of llama.cpp; gpu: its Vulkan on our device. May be repeated. [default: cpu]",
 )
 @click.option("--flash-attention", is_flag=True, help="Turn llama.cpp's on (--llama-python).")
-@click.option("--transformers-python", help="Python of an environment with transformers and torch.")
+@click.option(
+    "--transformers-python",
+    help="Python of an environment with torch, transformers and, for GGUF, gguf and accelerate.",
+)
 @click.option("--prompt-tokens", "-p", default="512", help="Prefills: 128,512; 0: none. [default: 512]")
 @click.option("--new-tokens", "-n", default="128", help="Decodes, as -p. [default: 128]")
 @click.option("--depth", "-d", default="0", help="Tokens in the cache before. [default: 0]")
