@@ -152,7 +152,8 @@ def test_every_kernel_is_valid_vulkan(device, tmp_path):
 def test_whole_models_are_valid_vulkan(device, tmp_path):
     """Prefill, decode and a ragged batch: every dispatch waits for what it reads. In device-only memory,
     where the state's copy goes before each step too."""
-    arguments = [str(TESTS / "test_logits.py"), "-k", "device_logits or ragged or argmax"]
+    files = [str(TESTS / f"test_{name}.py") for name in ("logits", "split_norm")]
+    arguments = [*files, "-k", "device_logits or ragged or argmax"]
     environment = {"XINFER_VK_MEMORY": "discrete", **EVERY_BARRIER}
     assert_clean(*run_validated(device, tmp_path, *arguments, **environment))
 
