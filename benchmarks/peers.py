@@ -19,6 +19,7 @@ the products of long prompts even where no layer is offloaded. Both are checked,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -116,8 +117,9 @@ class Worker:
 
     def rate(self, test: Test) -> float:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(f"{test.kind} {test.tokens} {test.depth}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its last words are read below
+            self._process.stdin.write(f"{test.kind} {test.tokens} {test.depth}\n")
+            self._process.stdin.flush()
         return test.tokens / float(self._answer()["seconds"])
 
     def stop(self) -> None:
@@ -130,9 +132,10 @@ class Worker:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
+        code = self._process.wait()
         self._errors.seek(0)
         last = self._errors.read().strip().splitlines()[-1:] or ["no message"]
-        raise click.ClickException(f"{self.name} ended: {last[0]}")
+        raise click.ClickException(f"{self.name} ended with {code}: {last[0]}")
 
 
 @dataclass

@@ -147,6 +147,17 @@ def test_peers_refuses_a_peer_on_another_device_and_keeps_the_rows_before(
     assert f"sees the Vulkan devices: a fast card; wanted: {device.name}" in last
 
 
+def test_a_peer_that_crashes_is_told_with_its_code(device: DeviceUnderTest, tiny_model: Path, tmp_path: Path):
+    environment = fake_llama_cpp(tmp_path, device)
+    with open(tmp_path / "llama_cpp" / "__init__.py", "a") as file:
+        file.write("\ncalls = iter(range(9))\n")
+        file.write("Llama.eval = lambda self, ids: next(calls) == 1 and os.kill(os.getpid(), 9)\n")
+    arguments = ("-p", "8", "-n", "2", "-r", "2", "--llama-python", sys.executable)
+    done = run("peers.py", "-m", str(tiny_model), "--device", str(device.index), *arguments, **environment)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "Error: llama.cpp cpu ended with -9: no message"
+
+
 def test_a_peer_that_cannot_start_is_told_in_a_line(device: DeviceUnderTest, tiny_model: Path):
     arguments = ("-p", "8", "-n", "0", "-r", "1", "--llama-python", sys.executable)
     done = run("peers.py", "-m", str(tiny_model), "--device", str(device.index), *arguments)
