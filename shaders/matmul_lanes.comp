@@ -58,11 +58,15 @@ layout(constant_id = 5) const uint DIGITS = 1u; // of the largest workgroup id i
 const uint LANES = 8u;
 struct Run { uint word[LANES]; };    // a word of each row of a group
 struct Block { float column[32]; };  // of a row of x
+// Volatile is what is loaded once anyway: Mesa need not look for loads of the same, in a time that grows with
+// the square of their number, at every start of a program.
 layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Words { Run run[]; };
-layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer Floats { Block block[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) volatile readonly buffer Data { Run run[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) volatile readonly buffer Floats { Block block[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Numbers { float number[]; };
 
-Words scales_at, data_at; // the first scale of this row group, and its first word of weights, in this chunk
+Words scales_at; // the first scale of this row group in this chunk,
+Data data_at;    // and its first word of weights
 
 uint lanes_own(uint v[LANES]) { // v[lane], where all lanes have all of v
     [[unroll]] for (uint half_count = LANES / 2u, bit = 1u; half_count > 0u; half_count /= 2u, bit *= 2u)
@@ -133,15 +137,23 @@ uvec2 advance(uvec2 address, uint bytes) {
     return uvec2(low, address.y + carry);
 }
 
-// Lets x_at be the middle of a window of the rows of x that begin at word x_first.
+// Lets x_at be the middle of a window of the rows of x that begin at word x_first. Every window finds where in a
+// push constant of its own: the test of that begins a new block of code, and LLVM compiles several short ones
+// in two thirds of the time of a long one.
 void open_window(uint x_first[TOKENS], uint window) {
     const uint unknown_zero = floatBitsToUint(p.digits[0][0]);
-    const uint unknown_four = floatBitsToUint(p.digits[1][0]); // blocks: half a window
+    const uint middle = 2u * window + 1u; // in half windows
+    const uint unknown_middle = floatBitsToUint(p.digits[middle / 4u & 1u][middle & 3u]) + (middle & ~7u);
     FOR_TOKENS {
-        const uint byte = 4u * (x_first[t] + BLOCK * unknown_four * (2u * window + 1u));
+        const uint byte = 4u * (x_first[t] + WINDOW / 2u * BLOCK * unknown_middle);
         x_at[t] = Floats(advance(uvec2(p.x_low, p.x_high), byte));
         x_again[t] = Floats(advance(uvec2(p.x_low, p.x_high), byte + unknown_zero));
     }
+}
+
+// Keeps what has been added so far before a branch that follows, by a use of it that nobody reads.
+void hold(float acc[TOKENS], uint run) {
+    FOR_TOKENS sums[(run * TOKENS + t) * LANES] = subgroupShuffle(acc[t], 0u);
 }
 
 // The sum of `count` columns (a multiple of 8) of a block of x, in all lanes.
@@ -173,7 +185,7 @@ void main() {
 
     const uint blocks = p.cols / BLOCK, first_block = chunk * BLOCKS;
     const uvec2 row_at = advance(uvec2(p.w_low, p.w_high), 4u * (p.w_offset + group * p.row_words * LANES));
-    data_at = Words(advance(row_at, 4u * LANES * (p.data_first + first_block * BLOCK_WORDS)));
+    data_at = Data(advance(row_at, 4u * LANES * (p.data_first + first_block * BLOCK_WORDS)));
 #if defined(GROUPED)
     scales_at = Words(row_at);
     const uint scale_block = first_block; // where blocks are counted from that have their scales at scales_at
@@ -211,8 +223,10 @@ void main() {
     }
 #endif
     [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
-        if (i > 0u && i % WINDOW == 0u)
+        if (i > 0u && i % WINDOW == 0u) {
+            hold(acc, run);
             open_window(x_first, i / WINDOW);
+        }
         uint b = i;
         bool within = true;
         if (WHOLE == 0u) {
@@ -329,21 +343,27 @@ void main() {
     }
 
     if (CHUNKS == 1u) {
-        // For nobody to read: the additions would be moved behind the branches.
-        FOR_TOKENS sums[run * TOKENS + t] = subgroupShuffle(acc[t], 0u);
+        hold(acc, run);
     } else {
         // Every lane stores all eight sums of its subgroup: to a uniform address, like the loads.
         FOR_TOKENS [[unroll]] for (uint i = 0u; i < LANES; i++)
             sums[(run * TOKENS + t) * LANES + i] = subgroupShuffle(acc[t], i);
         barrier();
-        FOR_FINISHED {
-            const uint t = min(chunk + j * CHUNKS, TOKENS - 1u);
-            acc[j] = 0.0;
-            [[unroll]] for (uint c = 0u; c < CHUNKS; c++) {
-                uint numbers[LANES];
-                [[unroll]] for (uint i = 0u; i < LANES; i++)
-                    numbers[i] = floatBitsToUint(sums[((run - chunk + c) * TOKENS + t) * LANES + i]);
-                acc[j] += uintBitsToFloat(lanes_own(numbers));
+        if (CHUNKS > TOKENS) { // not every run has a token
+            acc[0] = 0.0;
+            if (chunk < TOKENS)
+                [[dont_unroll]] for (uint c = 0u; c < CHUNKS; c++)
+                    acc[0] += sums[((run - chunk + c) * TOKENS + chunk) * LANES + lane];
+        } else {
+            FOR_FINISHED {
+                const uint t = min(chunk + j * CHUNKS, TOKENS - 1u);
+                acc[j] = 0.0;
+                [[unroll]] for (uint c = 0u; c < CHUNKS; c++) {
+                    uint numbers[LANES];
+                    [[unroll]] for (uint i = 0u; i < LANES; i++)
+                        numbers[i] = floatBitsToUint(sums[((run - chunk + c) * TOKENS + t) * LANES + i]);
+                    acc[j] += uintBitsToFloat(lanes_own(numbers));
+                }
             }
         }
     }

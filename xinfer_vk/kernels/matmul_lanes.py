@@ -24,13 +24,14 @@ NO_BIAS = 0xFFFFFFFF
 
 TOKENS = (1, 2, 4, 8)  # of a workgroup
 # Blocks that are unrolled for so many tokens: of a whole row, and of a chunk of a longer one. More of them
-# would run faster still, and take longer to compile: 18 blocks for 8 tokens take 3 s. Where they are the
-# same a token gets the same sums in any batch: 1 and 2 tokens are one class, more than 2 another.
+# would run faster still, and take longer to compile: 18 blocks for 8 tokens take 1.8 s, 0.2 s of it at every
+# start. Where they are the same a token gets the same sums in any batch: 1 and 2 tokens are one class, more
+# than 2 another.
 WHOLE_BLOCKS = {1: 24, 2: 24, 4: 18, 8: 18}
 CHUNK_BLOCKS = {1: 24, 2: 24, 4: 12, 8: 12}
-# Row groups of a workgroup, times chunks: what a workgroup costs is that of about a run. Few different
+# Row groups of a workgroup, times chunks: what a workgroup costs is that of a part of a run. Few different
 # numbers, because each is another pipeline; for small matrices 1.
-RUNS = (16, 8, 4)
+RUNS = (8, 4)
 WORKGROUPS = 8  # at least, for as many cores
 
 
@@ -73,7 +74,7 @@ def choose(
     lanes = ROWS * count * each
     if lanes > profile.max_workgroup_invocations or lanes * tile * 4 > profile.max_shared_bytes:
         return None
-    digits, workgroups = 1, ceil_div(groups, each)
+    workgroups, digits = ceil_div(groups, each), 2  # or more: a small matrix takes a large one's kernel
     while workgroups > 8**digits:
         digits += 1
     whole = int(blocks * count == cols // BLOCK)
