@@ -187,6 +187,19 @@ def test_a_failed_submit_does_not_wait_for_ever(fresh):
     assert works(fresh)
 
 
+@pytest.mark.parametrize("function", ["vkQueueSubmit", "vkWaitForFences"])
+def test_an_upload_that_fails_is_an_exception_that_names_its_buffer(device, function):
+    with KomputeRuntime(device.info, memory="discrete") as rt:
+        target = rt.allocate("target", 8, BufferKind.WEIGHTS)
+        numbers = np.arange(8, dtype=np.uint32)
+        rt.write(target, 0, numbers)  # the staging buffer is there
+        layer.inject(function, 1, OUT_OF_HOST_MEMORY)
+        with pytest.raises(OutOfMemoryError, match=f"uploading to buffer 'target': {function}"), rt.uploads():
+            rt.write(target, 0, numbers)
+        rt.write(target, 0, numbers)
+        assert (rt.read(target, 0, 8) == numbers).all() and works(rt)
+
+
 def test_a_failed_fence_is_an_exception(fresh):
     plan, _, _ = chain(fresh)
     prepared = fresh.prepare(plan)

@@ -120,6 +120,23 @@ def test_transfers_longer_than_the_staging_buffer_arrive_whole(device, monkeypat
         assert (rt.read(buffer, 0, 501) == 0).all() and (rt.read(buffer, 4502, 501) == 0).all()
 
 
+def test_uploads_go_on_while_the_host_fills_the_other_half(device):
+    with KomputeRuntime(device.info, memory="discrete") as rt:
+        rt._transfers._words = 1000
+        buffers = [rt.allocate(name, 7000, BufferKind.WEIGHTS) for name in "ab"]
+        data = words(14000).reshape(2, 7000)
+        with rt.uploads():
+            for start, count in ((0, 1), (1, 499), (500, 3000), (3500, 501), (4001, 2999)):
+                for buffer, row in zip(buffers, data):
+                    rt.write(buffer, start, row[start : start + count])
+                assert len(rt._transfers._running) == 2
+        assert not rt._transfers._running
+        for buffer, row in zip(buffers, data):
+            assert (rt.read(buffer, 0, 7000) == row).all()
+        rt.write(buffers[0], 0, data[1])
+        assert not rt._transfers._running
+
+
 @pytest.mark.parametrize("count", [1, 65536, 65537, 300000])
 def test_transfers_of_any_length_arrive_whole(fresh, count):
     buffer = fresh.allocate("b", count + 2, BufferKind.KV)

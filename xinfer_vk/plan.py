@@ -12,6 +12,7 @@ kind ``STATE``; push constants hold only what the shape of the plan decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -222,6 +223,10 @@ class Runtime(Protocol):
 
     def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
         """Copy ``uint32`` words to ``buffer`` at word ``offset``, any kind, whole before return."""
+
+    def uploads(self) -> AbstractContextManager[None]:
+        """For writing much: within it a write may return before it is whole, so that the host goes on while
+        the device copies. All are whole at its end; until then nothing but writes may be done."""
 
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         """A fresh ``uint32`` copy of ``count`` words at word ``offset``, any kind."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,10 @@ class NumpyRuntime:
         self._require_open()
         self._arrays[buffer][offset : offset + words.size] = words.reshape(-1).view(np.uint32)
         self._derived[buffer].clear()
+
+    def uploads(self) -> AbstractContextManager[None]:
+        """Writes are whole at once."""
+        return nullcontext()
 
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         self._require_open()

@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,7 @@ class KomputeRuntime:
         self._programs = Programs(self._manager, self._memory, self._guard, self._layer)
         self._recorder = Recorder(self._manager, self._programs, self._layer, self._guard, steps_per_submit)
         self._transfers = Transfers(self._memory, self._recorder)
+        self._uploading = False
         self._cache = self._open_pipeline_cache()
 
     # -- what there is ----------------------------------------------------------------------------
@@ -187,6 +188,20 @@ class KomputeRuntime:
             view[offset : offset + flat.size] = flat
         else:
             self._transfers.upload(buffer, offset, flat)
+            if not self._uploading:
+                self._transfers.finish()
+
+    @contextlib.contextmanager
+    def uploads(self) -> Iterator[None]:
+        """Within it, what is written may still be on its way when :meth:`write` returns; all of it is there
+        at its end. Nothing else may be done with the buffers meanwhile."""
+        self._open()
+        self._uploading = True
+        try:
+            yield
+        finally:
+            self._uploading = False
+            self._transfers.finish()
 
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         """A fresh ``uint32`` copy of ``count`` words at word ``offset``. Of a STATE buffer on a discrete

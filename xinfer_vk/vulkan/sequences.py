@@ -94,6 +94,14 @@ class Recorder:
         """Run sequences one after the other, each to its end. Seconds of each."""
         return [self._guard.call(sequence.eval, doing) for sequence in sequences]
 
+    def begin(self, sequence: Any, doing: str) -> None:
+        """Submit a sequence and do not wait; :meth:`end` must follow."""
+        self._guard.call(sequence.eval_async, doing)
+
+    def end(self, sequence: Any, doing: str) -> None:
+        """Wait for a sequence that was begun."""
+        self._guard.call(sequence.eval_await, doing)
+
     def _fill(self, sequence: Any, steps: Sequence[Step], algorithms: Sequence[Any], timed: bool) -> None:
         """kp begins the command buffer at the first record and ends it at the first eval. A sequence is
         never recorded again: kp's command pools do not allow it."""

@@ -1,9 +1,12 @@
 """Moving words to and from memory that the host cannot reach: through a small mapped buffer, by shader.
 
 kp's ``storage`` tensors have no transfer usage, so Vulkan's own copies are not allowed on them.
+An upload takes the two halves of that buffer in turn: the host fills one while the device empties the other.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +27,28 @@ class Transfers:
     def __init__(self, memory: DeviceMemory, recorder: Recorder, staging_words: int = STAGING_WORDS) -> None:
         self._memory, self._recorder, self._words = memory, recorder, staging_words
         self._staging: Buffer | None = None
+        self._half = 0  # to be filled next
+        self._running: dict[int, tuple[Any, str]] = {}  # what empties a half, and what it is doing
 
     def upload(self, target: Buffer, offset: int, words: np.ndarray) -> None:
+        """The words are taken when it returns; they are in ``target`` after :meth:`finish`."""
         staging, view = self._staging_buffer()
-        for start in range(0, words.size, self._words):
-            part = words[start : start + self._words]
-            view[: part.size] = part
-            step = copy_words(staging, 0, target, offset + start, part.size, _groups(part.size))
-            self._run(step, f"uploading to buffer {target.name!r}")
+        size = self._words // 2
+        for start in range(0, words.size, size):
+            part = words[start : start + size]
+            half, self._half = self._half, 1 - self._half
+            self._finish(half)
+            view[half * size : half * size + part.size] = part
+            step = copy_words(staging, half * size, target, offset + start, part.size, _groups(part.size))
+            doing = f"uploading to buffer {target.name!r}"
+            (sequence,), _ = self._recorder.record([step], [(0, 1)], doing)
+            self._recorder.begin(sequence, doing)
+            self._running[half] = sequence, doing
+
+    def finish(self) -> None:
+        """Wait for the uploads that are still running."""
+        for half in tuple(self._running):
+            self._finish(half)
 
     def download(self, source: Buffer, offset: int, count: int) -> np.ndarray:
         staging, view = self._staging_buffer()
@@ -53,6 +70,10 @@ class Transfers:
         view = self._memory.view(self._staging)
         assert view is not None, "RESULT buffers are mapped"
         return self._staging, view
+
+    def _finish(self, half: int) -> None:
+        if half in self._running:
+            self._recorder.end(*self._running.pop(half))
 
     def _run(self, step: Step, doing: str) -> None:
         sequences, _ = self._recorder.record([step], [(0, 1)], doing)

@@ -231,10 +231,11 @@ class WeightPlanner:
             for arena in arenas:
                 arena.buffer = runtime.allocate(arena.name, arena.words, BufferKind.WEIGHTS)
             done, total = 0, self.total_bytes
-            for words in self._write_all(runtime):
-                done += words * WORD_BYTES
-                if progress is not None:
-                    progress(min(done, total), total)
+            with runtime.uploads():
+                for words in self._write_all(runtime):
+                    done += words * WORD_BYTES
+                    if progress is not None:
+                        progress(min(done, total), total)
             if progress is not None:
                 progress(total, total)
         except BaseException:
