@@ -11,6 +11,7 @@ from functools import cache
 
 from xinfer_vk.kernels.base import ceil_div
 from xinfer_vk.kernels.layout import BLOCK, BLOCK_LAYOUTS, ROWS, row_words, scale_words, shader_format
+from xinfer_vk.kernels.split_norm import NOT_SPLIT
 from xinfer_vk.plan import DeviceProfile, Kernel, OracleCall
 
 BINDINGS = ("w", "x", "y", "state", "bias")
@@ -102,9 +103,10 @@ def params_of(fmt: str, params: Mapping[str, int | float], tokens: int) -> dict[
 def _kernel(fmt: str, spec: tuple[tuple[str, int], ...], oracle: Callable[[OracleCall], None]) -> Kernel:
     shader_fmt, fmt_spec = shader_format(fmt)
 
-    def with_bias(call: OracleCall) -> None:
+    def with_all_params(call: OracleCall) -> None:
         call.p.has_bias = int(call.p.bias_offset != NO_BIAS)
+        vars(call.p).update(NOT_SPLIT)
         oracle(call)
 
     name, shader = f"matmul_lanes.{fmt}", f"matmul_lanes.{shader_fmt}"
-    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, with_bias, ADDRESSES)
+    return Kernel(name, shader, BINDINGS, PARAMS, spec + fmt_spec, with_all_params, ADDRESSES)
