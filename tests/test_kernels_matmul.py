@@ -278,7 +278,10 @@ def test_products_on_matrix_units_are_as_exact_as_f32(fmt: str, runtime: Any) ->
         check(Product(fmt, 130, whole_blocks(fmt, 4096), 70, 70, halves=True, gap=1), runtime, profile)
 
 
-WAYS = [(fmt, "matvec 64 subgroup x16") for fmt in FORMATS] + [
+# Other ways to use a kernel decode as its default does, which is tested in every format. Here are units of
+# one, two, four and eight weights, with and without levels, and super-blocks.
+UNITS = ("f32", "f16", "q8_0", "q4_1", "q5_0", "q4_k", "q6_k")
+WAYS = [(fmt, "matvec 64 subgroup x16") for fmt in UNITS] + [
     (fmt, name) for fmt in ("f32", "f16", "q4_1") for name in ("matvec 64 subgroup", "matvec 64 x16")
 ]
 
@@ -302,7 +305,7 @@ def test_other_ways_to_use_matvec_equal_float64(fmt: str, name: str, runtime: An
     check(both, runtime, profile, name)
 
 
-MATMULS = [(fmt, "matmul 32 double") for fmt in FORMATS] + [
+MATMULS = [(fmt, "matmul 32 double") for fmt in UNITS] + [
     (fmt, name) for fmt in ("f32", "f16", "q4_k") for name in ("matmul 64 ahead", "matmul 64 x128")
 ]
 

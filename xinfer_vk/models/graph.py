@@ -33,7 +33,7 @@ from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
 from xinfer_vk.weights.device import ExpertMatrix, Matrix
 
-BRIEF_TOKENS = 32  # of a prompt that is read before kernels that take seconds to compile would pay
+BRIEF_TOKENS = 64  # of a prompt that is read before kernels that take seconds to compile would pay
 
 
 @dataclass(frozen=True)
