@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from xinfer_vk.sampling.device import (
 )
 from xinfer_vk.sampling.logprobs import TokenLogprobs
 
+T = TypeVar("T")
 Outputs = Literal["none", "last", "all"]
 Head: TypeAlias = Literal["argmax", "logits", "logprobs"] | SamplerVariant
 
@@ -185,11 +186,7 @@ class ModelRunner:
         rows = len(sequences)
         for sequence in sequences:
             self.cache.reserve(sequence, steps)
-        try:
-            self._prepare_decode(sequences, tokens)
-        except ValueError:
-            self.runtime.mapped(self._state)  # says so if the runtime was closed
-            raise
+        self._unless_closed(self._prepare_decode, sequences, tokens)
         planned = planned_rows(self.runtime.profile, rows)
         recorded, self.last_plan = self._plan(planned, bucket(rows), head, steps)
         recorded.run()
@@ -265,8 +262,12 @@ class ModelRunner:
 
     def _prepare(self, chunks: Sequence[Chunk]) -> int:
         """Write the batch into the state buffer; how many rows of output it asks for."""
+        return self._unless_closed(self._write_batch, chunks)
+
+    def _unless_closed(self, write: Callable[..., T], *arguments: Any) -> T:
+        """Write into the mapped state buffer. To look first would cost every step."""
         try:
-            return self._write_batch(chunks)
+            return write(*arguments)
         except ValueError:
             self.runtime.mapped(self._state)  # says so if the runtime was closed
             raise

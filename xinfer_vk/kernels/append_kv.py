@@ -5,7 +5,7 @@ format (shaders/append_kv.comp)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -72,6 +72,7 @@ def _store(call: OracleCall, kv_dtype: str, k: np.ndarray, v: np.ndarray) -> Non
     cache[p.cache_v_offset + start + of_value] = kv.pack(v, kv_dtype)
 
 
+@cache
 def kernel(kv_dtype: str, local_size: int, norm: bool, each: int, staged: int) -> Kernel:
     return Kernel(
         name=f"append_kv.{kv_dtype}",

@@ -322,8 +322,10 @@ def variants(
 def named(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, name: str) -> Choice:
     """The variant of that name, which may have been found for more rows of x. The default if there is none,
     and for one that takes halves."""
+    if name == "default" or name.startswith("coop"):
+        return choose(profile, fmt, cols, tokens, aligned)
     every = _every_variant(profile, fmt, cols, tokens, aligned)
-    return every["default"] if name.startswith("coop") else every.get(name, every["default"])
+    return every.get(name, every["default"])
 
 
 def distinct(found: dict[str, Choice]) -> dict[str, Choice]:

@@ -229,7 +229,7 @@ class Graph:
             or added.end != len(self.steps)
             or not all(
                 w.order is None
-                and not (self.activation_dtype == "int8" and w.fmt in A8_FORMATS)
+                and not self._takes_8_bits(w)
                 and ends_norms(self.profile, w.fmt, w.rows, w.cols, rows)
                 for w in weights
             )
@@ -257,7 +257,7 @@ class Graph:
         for w in weights:
             at = self._ordered(x, w, rows, count)
             product: Callable[..., list[Step]] = partial(linear, brief=self.outputs < rows <= BRIEF_TOKENS)
-            if self.activation_dtype == "int8" and w.fmt in A8_FORMATS:
+            if self._takes_8_bits(w):
                 if quantized is None or w.order is not None:
                     quantized = self._quantized(at, w.cols, rows, count)
                 at = quantized
@@ -279,6 +279,9 @@ class Graph:
             if epilogue == "add" and len(weights) == 1:
                 self._added = Addition(out, first, end_of_products, product)
             out = out.columns(w.rows)
+
+    def _takes_8_bits(self, w: Matrix) -> bool:
+        return self.activation_dtype == "int8" and w.fmt in A8_FORMATS
 
     def _quantized(self, x: Rows, cols: int, rows: int, count: str) -> Rows:
         """The rows of ``x`` in 8 bits."""
