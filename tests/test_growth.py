@@ -15,22 +15,32 @@ from xinfer_vk.engine.runner import make_runner
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.program import RowParams
 
-STEPS = 1024
-SLACK_BYTES = 16 << 10  # of Python's own, whatever the number of steps
+RUNS = 8
 
 
-def grown(run: Callable[[int], object], steps: int) -> int:
-    """Bytes of Python objects that ``steps`` more steps leave behind, after some that fill every cache."""
+def settles(run: Callable[[int], object], steps: int, measure: Callable[[], int], below: float) -> bool:
+    """Whether one of several runs of ``steps`` leaves fewer than ``below`` bytes a step behind.
+
+    What leaks does so in every run. A cache that fills late, or a driver that takes buffers of 1 MiB
+    until it has enough to go round (lavapipe: 5 MiB over 3000 submits, then none in 30 000), adds to
+    some of them only.
+    """
+    for _ in range(RUNS):
+        gc.collect()
+        before = measure()
+        run(steps)
+        gc.collect()
+        if measure() - before < steps * below:
+            return True
+    return False
+
+
+def python_settles(run: Callable[[int], object], steps: int, below: float) -> bool:
     run(64)
-    gc.collect()
     tracemalloc.start()
     try:
         run(64)  # tracemalloc sees what is replaced only if it saw it before
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        run(steps)
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0] - before
+        return settles(run, steps, lambda: tracemalloc.get_traced_memory()[0], below)
     finally:
         tracemalloc.stop()
 
@@ -61,10 +71,8 @@ def test_steps_on_a_device_leave_nothing(device: Any, tiny_model: Path, ahead: i
                         runner.cache.truncate(sequence, 0)
                 tokens = runner.decode(sequences, tokens, head, ahead)[-1]
 
-        assert grown(run, STEPS) < SLACK_BYTES
-        resident = resident_bytes()
-        run(STEPS)
-        assert resident_bytes() - resident < STEPS * 256  # of drivers that keep a little of each submit
+        assert python_settles(run, 512, below=16)  # no Python object is as small
+        assert settles(run, 1024, resident_bytes, below=64)
 
 
 def test_a_generation_keeps_what_its_result_holds(tiny_model: Path) -> None:
@@ -79,7 +87,7 @@ def test_a_generation_keeps_what_its_result_holds(tiny_model: Path) -> None:
                     pass
                 kept[:] = [stream]
 
-        assert grown(run, 512) < SLACK_BYTES
+        assert python_settles(run, 128, below=16)
 
         def keep(steps: int) -> None:
             for _ in range(steps // 64):
@@ -87,4 +95,13 @@ def test_a_generation_keeps_what_its_result_holds(tiny_model: Path) -> None:
                     llm.generate([5, 6, 7], max_new_tokens=64, ignore_eos=True, temperature=1.0, seed=2)
                 )
 
-        assert grown(keep, 512) < 512 * 200 + SLACK_BYTES
+        assert python_settles(keep, 128, below=200)
+
+
+def test_a_leak_does_not_settle() -> None:
+    left: list[object] = []
+
+    def leak(steps: int) -> None:
+        left.extend(object() for _ in range(steps))
+
+    assert not python_settles(leak, 128, below=16)
