@@ -33,6 +33,11 @@ from xinfer_vk.reference import NumpyRuntime
 FORMATS = ("q8_0", "q4_0", "q4_1", "int4_g32", "int8_g64")
 
 
+@pytest.fixture(params=sorted(PROFILES))
+def profile(request: pytest.FixtureRequest, runtime: Any) -> DeviceProfile:
+    return replace(runtime.profile, **PROFILES[request.param])
+
+
 # -- rounding ------------------------------------------------------------------------------------
 
 
@@ -89,7 +94,7 @@ def test_the_device_rounds_as_numpy_does(check_steps: CheckSteps) -> None:
         check_steps(build, rtol=1e-6, views={"state": "u32"})
 
 
-def test_the_device_rounds_any_values_to_the_nearest(runtime: Any) -> None:
+def test_the_device_rounds_any_values_to_the_nearest(runtime: Any, profile: DeviceProfile) -> None:
     rng = np.random.default_rng(1)
     x = (rng.standard_normal((3, 256)) * 10.0 ** rng.integers(-6, 6, (3, 1))).astype(np.float32)
     buffers = [rt_put(runtime, "x", BufferKind.SCRATCH, x)]
@@ -99,7 +104,7 @@ def test_the_device_rounds_any_values_to_the_nearest(runtime: Any) -> None:
     words = quantized_words(256)
     buffers.append(runtime.allocate("y", 3 * words, BufferKind.SCRATCH))
     run(runtime, quantize_rows(
-        runtime.profile, Ref(buffers[0]), 256, Ref(buffers[2]), words, 256, 3, buffers[1], "tokens"
+        profile, Ref(buffers[0]), 256, Ref(buffers[2]), words, 256, 3, buffers[1], "tokens"
     ))  # fmt: skip
     got = runtime.read(buffers[2], 0, 3 * words).reshape(3, words)
     for buffer in buffers:
@@ -141,11 +146,6 @@ def check(product: Product, rt: Any, profile: DeviceProfile) -> None:
     want, tolerance = setup.expected()
     error = np.abs(setup.run(rt, profile) - want) / tolerance
     assert np.all(error <= 1), f"{product}: wrong by {np.nanmax(error):.3g} of the tolerance"
-
-
-@pytest.fixture(params=sorted(PROFILES))
-def profile(request: pytest.FixtureRequest, runtime: Any) -> DeviceProfile:
-    return replace(runtime.profile, **PROFILES[request.param])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

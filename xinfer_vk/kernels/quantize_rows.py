@@ -13,7 +13,7 @@ from xinfer_vk.kernels.layout import BLOCK
 from xinfer_vk.kernels.matmul import rows_view
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
-LOCAL_SIZE = 64
+LOCAL_SIZE, BLOCK_LANES = 64, 8  # of a block, on GPUs
 MOST = 127
 SMALLEST = np.float32(1e-30)  # blocks below become zeros
 
@@ -53,14 +53,15 @@ def _oracle(call: OracleCall) -> None:
     rows_view(call.u32("y"), p.y_offset, p.y_stride, rows, quantized_words(p.cols))[:] = quantize(x)
 
 
-KERNEL = Kernel(
-    name="quantize_rows",
-    shader="quantize_rows",
-    bindings=("x", "state", "y"),
-    params=("x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u", "cols:u", "count_at:u"),
-    spec=(("local_size", LOCAL_SIZE),),
-    oracle=_oracle,
-)
+def kernel(aligned: bool, block_lanes: int) -> Kernel:
+    return Kernel(
+        name="quantize_rows",
+        shader="quantize_rows",
+        bindings=("x", "state", "y"),
+        params=("x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u", "cols:u", "count_at:u"),
+        spec=(("local_size", LOCAL_SIZE), ("aligned", int(aligned)), ("block_lanes", block_lanes)),
+        oracle=_oracle,
+    )
 
 
 def quantize_rows(
@@ -79,14 +80,15 @@ def quantize_rows(
     overlap. Raises ``ValueError`` for columns that are not whole blocks."""
     if cols % BLOCK or cols < BLOCK:
         raise ValueError(f"quantize_rows: {cols} columns are not whole blocks of {BLOCK}")
+    block_lanes = 1 if P.simd else BLOCK_LANES
     return [
         make_step(
-            KERNEL,
+            kernel(x.offset % 4 == 0 and x_stride % 4 == 0, block_lanes),
             {"x": x.buffer, "state": state, "y": y.buffer},
             {
                 "x_offset": x.offset, "x_stride": x_stride, "y_offset": y.offset, "y_stride": y_stride,
                 "cols": cols, "count_at": COUNTS[count],
             },
-            (ceil_div(cols // BLOCK, LOCAL_SIZE), tokens),
+            (ceil_div(cols // BLOCK * block_lanes, LOCAL_SIZE), tokens),
         )
     ]  # fmt: skip

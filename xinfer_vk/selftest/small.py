@@ -69,19 +69,24 @@ def _order_columns(cols: int, used: int, rows: int) -> Build:
 QUANTIZE = Tolerance(0.0, 1e-6, "a division and a product; bytes of whole steps are exact")
 
 
-def _quantize_rows(cols: int, used: int, rows: int) -> Build:
-    """Of values that are whole steps, so that the last bit of a division decides nothing."""
+def _quantize_rows(cols: int, used: int, rows: int, gap: int = 0) -> Build:
+    """Of values that are whole steps, so that the last bit of a division decides nothing. ``gap``: words
+    between the rows of x."""
 
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(cols)
         steps = rng.integers(-127, 128, (rows, cols)).astype(np.float32)
         steps[:, ::32] = 127
         scales = np.repeat(2.0 ** rng.integers(-9, 9, (rows, cols // 32)), 32, axis=1)
-        x = bench.filled("x", (steps * scales).astype(np.float32))
+        values = np.full((rows, cols + gap), np.nan, np.float32)
+        values[:, :cols] = steps * scales
+        x = bench.filled("x", values)
         state = Batch(((0, used),), rows).state_buffer(bench)
         stride = quantized_words(cols) + 3
         y = bench.buffer("y", 5 + rows * stride)
-        return quantize_rows(bench.profile, Ref(x), cols, Ref(y, 5), stride, cols, rows, state, "tokens")
+        return quantize_rows(
+            bench.profile, Ref(x), cols + gap, Ref(y, 5), stride, cols, rows, state, "tokens"
+        )
 
     return build
 
@@ -410,10 +415,11 @@ def _cases() -> list[Case]:
     ):
         cases += kernel_cases("rmsnorm", name, build, RMSNORM, classes=OWN_AND_GPU)
     cases += _append_kv_cases()
-    for cols, used, rows in ((32, 1, 1), (4864, 7, 8)):
-        name = f"{cols} columns, {used} of {rows} rows"
-        build = _quantize_rows(cols, used, rows)
-        cases += kernel_cases("quantize_rows", name, build, QUANTIZE, quick=cols > 32)
+    for cols, used, rows, gap in ((32, 1, 1, 0), (4864, 7, 8, 0), (2080, 2, 3, 5)):
+        name = f"{cols} columns, {used} of {rows} rows" + ", not aligned" * (gap > 0)
+        build = _quantize_rows(cols, used, rows, gap)
+        quick = cols > 32 and not gap
+        cases += kernel_cases("quantize_rows", name, build, QUANTIZE, classes=OWN_AND_GPU, quick=quick)
     for cols, used, rows in ((1, 1, 1), (65, 2, 3), (4864, 7, 8)):
         name = f"{cols} columns, {used} of {rows} rows"
         cases += kernel_cases("order_columns", name, _order_columns(cols, used, rows), EXACT, quick=cols > 65)
