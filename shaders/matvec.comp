@@ -14,7 +14,8 @@
 // side). Flops: 2 per weight and token; of instructions, a unit of eight nibbles of four rows takes about 70 to
 // decode and 32 multiply-adds, 16 operations on x and its loads for each token: what bounds 4-bit formats.
 // Where x is a begun norm (xinfer_vk/kernels/split_norm.py) a quarter of a row more is read, once for 8 ROW_GROUPS rows.
-// Registers: 4 ROW_GROUPS TOKENS sums, and 32 ROW_GROUPS weights: some 60 for one token, 150 for 8 and two groups.
+// Registers: 4 ROW_GROUPS TOKENS sums, and 32 ROW_GROUPS weights: some 60 for one token, 150 for 8 and two groups,
+// 130 for 16 and one group.
 //
 // The sums of the lanes are added up
 //   REDUCE_SHARED    in shared memory: 16 bytes a lane, token and group (at most 16 KiB), neighbouring lanes at
@@ -24,7 +25,7 @@
 //                    subgroup to say: lanes are numbered by it, which needs all subgroups full
 //                    (Kernel.full_subgroups), of SUBGROUP lanes. Any size from 4 up to the workgroup's will do.
 // Occupancy: with 16 KiB of shared memory a processor holds 6 workgroups where it has 100 KiB: 6 x 64 lanes for
-// 8 tokens and two groups; the other way it is registers that bound it.
+// 8 tokens and two groups, or 16 and one; the other way it is registers that bound it.
 // Workgroups: x = ceil(rows / (8 ROW_GROUPS)), y = ceil(tokens / TOKENS).
 #version 450
 #extension GL_GOOGLE_include_directive : require
@@ -35,7 +36,7 @@
 #extension GL_KHR_shader_subgroup_shuffle : require
 #endif
 layout(local_size_x_id = 0) in; // spec: local_size, a power of two
-layout(constant_id = 1) const uint TOKENS = 1u;
+layout(constant_id = 1) const uint TOKENS = 1u;  // 1, 2, 4, 8 or 16
 layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are multiples of 4
 layout(constant_id = 4) const uint ROW_GROUPS = 1u; // 1 or 2
 #ifdef REDUCE_SUBGROUP

@@ -313,7 +313,8 @@ def test_products_of_few_and_many_tokens_equal_the_oracle(
 
 
 @pytest.mark.parametrize(
-    ("tile", "variant"), ((1, "matvec 64 subgroup x16"), (8, "matvec 64 x16"), (16, "matmul 16 double"))
+    ("tile", "variant"),
+    ((1, "matvec 64 subgroup x16"), (8, "matvec 64 x16"), (16, "matvec 64"), (16, "matmul 16 double")),
 )
 def test_products_of_what_the_tuner_may_choose_equal_the_oracle(
     check_steps: CheckSteps, runtime: Any, tile: int, variant: str

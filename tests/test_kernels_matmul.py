@@ -305,6 +305,35 @@ def test_other_ways_to_use_matvec_equal_float64(fmt: str, name: str, runtime: An
     check(both, runtime, profile, name)
 
 
+MATVECS_OF_16 = [(fmt, "matvec 64") for fmt in ("f32", "q8_0", "q4_1", "q4_k")] + [
+    (fmt, "matvec 64 subgroup") for fmt in ("f16", "q4_1")
+]
+
+
+@pytest.mark.parametrize(("fmt", "name"), MATVECS_OF_16)
+def test_matvec_of_16_tokens_equals_float64(fmt: str, name: str, runtime: Any) -> None:
+    """A whole tile of them, unused rows, and rows of x that begin anywhere."""
+    profile = replace(runtime.profile, simd=False)
+    for rows, tokens, used, i, epilogue, gap in (
+        (33, 16, 16, 7, "store", 0), (74, 16, 9, 4, "add", 1), (38, 12, 11, 5, "swiglu", 0),
+    ):  # fmt: skip
+        product = Product(fmt, rows, cols_for(fmt, i), tokens, used, epilogue, bias=gap == 1, gap=gap)
+        kernel, _, tile = variants(profile, fmt, product.cols, tokens, gap == 0)[name]
+        assert tile == 16 and kernel.name.startswith("matvec.")
+        check(product, runtime, profile, name)
+
+
+def test_matvec_of_16_tokens_fits_the_shared_memory_there_is() -> None:
+    gpu = replace(NumpyRuntime().profile, simd=False)
+    lanes = {}
+    for room in (16 << 10, 18 << 10):
+        found = variants(replace(gpu, max_shared_bytes=room), "q4_0", 4096, 16, True)
+        lanes[room >> 10] = [
+            dict(kernel.spec)["local_size"] for name, (kernel, *_) in found.items() if "vec" in name
+        ]
+    assert lanes == {16: [32], 18: [64]}
+
+
 MATMULS = [(fmt, "matmul 32 double") for fmt in UNITS] + [
     (fmt, name) for fmt in ("f32", "f16", "q4_k") for name in ("matmul 64 ahead", "matmul 64 x128")
 ]

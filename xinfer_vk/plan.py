@@ -60,7 +60,7 @@ class DeviceProfile:
     max_group_count: int = 65535
     unified_memory: bool = False
     features: frozenset[str] = frozenset()
-    tuned: Mapping[str, str] = field(default_factory=dict, compare=False)  # see kernels/variants.py
+    tuned: Mapping[str, str] = field(default_factory=dict, compare=False)  # see kernels/matmul.py
 
 
 @dataclass(eq=False)

@@ -49,8 +49,10 @@ NO_EXPERTS = {"expert_words": 0, "first_expert": 0, "experts": 0, "per_token": 1
 
 # matmul_simd: 8 lanes hold 32 rows.
 SIMD_LANES, SIMD_ROWS, SIMD_TOKENS = 8, 32, 8
-# matvec: a workgroup computes groups of 8 rows. Enough lanes that each has about 4 words of a row to load.
-MATVEC_LANES, MATVEC_GROUPS, MATVEC_TOKENS = (64, 128, 256), (1, 2), 8
+# matvec: a workgroup computes groups of 8 rows. Enough lanes that each has about 4 words of a row to load. By
+# default for up to 8 tokens; for twice as many the tuner may find it faster than matmul.
+MATVEC_LANES, MATVEC_GROUPS, MATVEC_TOKENS, MATVEC_MOST = (64, 128, 256), (1, 2), 8, 16
+MATVEC_TILES = (1, 2, 4, 8, 16)
 MATVEC_SHARED = 1024  # vec4s: 16 KiB
 # matmul: a workgroup computes 64 or 128 rows of up to 64 tokens, each lane 4 or 8 rows of TILE / 16 tokens.
 TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB every device has
@@ -168,14 +170,15 @@ def _matvec(
 ) -> Choice:  # fmt: skip
     """``lanes`` in a workgroup of ``8 groups`` rows, 0 for what suits the columns. ``reduce``: how their sums
     are added up, "shared" or "subgroup" (:func:`reduces_by_subgroup`)."""
-    tile = up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
+    tile = up_to(tokens, MATVEC_TILES)
     lanes = lanes or up_to(2 * ceil_div(row_words(fmt, cols), 4), MATVEC_LANES)
     spec = [("tokens", tile), ("aligned", int(aligned)), ("experts", 0), ("row_groups", groups)]
     if reduce == "subgroup":
         spec.append(("subgroup", profile.subgroup_size))
     else:
-        # a vec4 a lane, token and group; and 1 KiB where norms end
-        most = MATVEC_SHARED if profile.max_shared_bytes >= 16 * MATVEC_SHARED + 1024 else MATVEC_SHARED // 2
+        # a vec4 a lane, token and group; and 128 bytes a token where norms end
+        room = profile.max_shared_bytes - 128 * tile
+        most = MATVEC_SHARED if room >= 16 * MATVEC_SHARED else MATVEC_SHARED // 2
         lanes = min(lanes, most // (tile * groups))
     return _kernel("matvec", fmt, reduce, (("local_size", lanes), *spec)), 8 * groups, tile
 
@@ -195,9 +198,11 @@ def _matvecs(
     profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, quick: bool
 ) -> dict[str, Choice]:
     """Every way to use matvec, by name; those that ran first on a GPU come first. ``quick``: without those
-    that hardly ever win: 16 rows for one token, whose x is no burden, and many lanes for several tokens."""
-    found, tile = {}, up_to(tokens, (1, 2, 4, MATVEC_TOKENS))
-    for groups, reduce, lanes in itertools.product(MATVEC_GROUPS, ("shared", "subgroup"), MATVEC_LANES):
+    that hardly ever win: 16 rows for one token, whose x is no burden, and many lanes for several tokens. For
+    16 tokens the sums of 16 rows are more than a lane has registers for."""
+    found, tile = {}, up_to(tokens, MATVEC_TILES)
+    row_groups = MATVEC_GROUPS if tile <= MATVEC_TOKENS else MATVEC_GROUPS[:1]
+    for groups, reduce, lanes in itertools.product(row_groups, ("shared", "subgroup"), MATVEC_LANES):
         by_subgroup, rare = reduce == "subgroup", groups > 1 if tokens == 1 else lanes > 128
         if (by_subgroup and not reduces_by_subgroup(profile, lanes, tile * groups)) or (quick and rare):
             continue
@@ -301,10 +306,10 @@ def _every_variant(
     found = {"default": choose(profile, fmt, cols, tokens, aligned)}
     if profile.simd:
         return found
-    if tokens <= MATVEC_TOKENS:
-        found |= _matvecs(profile, fmt, cols, tokens, aligned, quick)
-    else:
+    if tokens > MATVEC_TOKENS:
         found |= _matmuls(profile, fmt, tokens, aligned, quick)
+    if tokens <= MATVEC_MOST:
+        found |= _matvecs(profile, fmt, cols, tokens, aligned, quick)
     if multiplies_halves(profile, tokens):
         found |= _coops(profile, fmt, tokens, quick)
     return found

@@ -144,6 +144,7 @@ def _linear(
 VARIANTS = (
     ("matvec 64 subgroup", "added up by subgroup", 1, 1),
     ("matvec 128 subgroup x16", "added up by subgroup, 16 in a workgroup", 5, 8),
+    ("matvec 64", "16 tokens at once", 11, 16),
     ("matmul 32 double", "in two buffers", 33, 64),
     ("matmul 64 x128", "128 in a workgroup", 33, 64),
     ("coop 16 teams 2", "on matrix units, in two teams", 5, 8),
