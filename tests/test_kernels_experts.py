@@ -338,6 +338,18 @@ def test_products_of_halves_equal_the_oracle(check_steps: CheckSteps, runtime: A
         check_product(check_steps, gpu, product)
 
 
+def test_products_of_halves_take_the_tuners_teams(check_steps: CheckSteps, runtime: Any) -> None:
+    """Each team has some of the columns of an expert's rows; a tile too small for the pairs is not taken."""
+    for tile, name, teams, tokens in ((16, "coop 16 teams 4", 4, 16), (32, "coop 16 teams 2", 1, 32)):
+        tuned = {tuned_key("f16", 70, 96, tile): name}
+        gpu = replace(runtime.profile, simd=False, max_shared_bytes=48 << 10, tuned=tuned)
+        product = Product("f16", 70, 96, 33, 31, tile=tile, epilogue="swiglu", splits=(2,), halves=True)
+        (*_, step) = product.build(NumpyRuntime(gpu), gpu)
+        assert dict(step.kernel.spec).items() >= {"teams": teams, "tokens": tokens, "experts": 5}.items()
+        if teams > 1:
+            check_product(check_steps, gpu, product)
+
+
 @pytest.mark.parametrize("kind", ("any", "few", "one"))
 @pytest.mark.parametrize("tile", (1, 2, 8, 64))
 def test_products_of_any_grouping_equal_the_oracle(

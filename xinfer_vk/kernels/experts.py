@@ -20,6 +20,7 @@ from xinfer_vk.kernels.layout import matrix_words, row_words
 from xinfer_vk.kernels.matmul import (
     EPILOGUES,
     SPLIT_FAMILIES,
+    Choice,
     apply_epilogue,
     choose,
     choose_halves,
@@ -84,13 +85,16 @@ def expert_linear(
         raise ValueError(f"epilogue {epilogue!r} does not exist (there are: {', '.join(EPILOGUES)})")
     row_words(fmt, cols)  # refuses an unknown format, or cols that its blocks do not divide
     aligned = x.offset % 4 == 0 and x_stride % 4 == 0
-    if halves is None:
-        name = tuned_variant(profile, fmt, rows, cols, routing.tile)
-        plain, tile_rows, tile_pairs = named(profile, fmt, cols, routing.tile, aligned, name)
-        if tile_pairs < routing.tile:
-            plain, tile_rows, tile_pairs = choose(profile, fmt, cols, routing.tile, aligned)
-    else:
-        plain, tile_rows, tile_pairs = choose_halves(profile, fmt, routing.tile)
+
+    def kernel_of(name: str) -> Choice:
+        if halves is not None:
+            return choose_halves(profile, fmt, routing.tile, name)
+        return named(profile, fmt, cols, routing.tile, aligned, name)
+
+    plain, tile_rows, tile_pairs = kernel_of(tuned_variant(profile, fmt, rows, cols, routing.tile))
+    if tile_pairs < routing.tile:  # a tile of pairs is one workgroup's
+        plain, tile_rows, tile_pairs = kernel_of("default")
+    if halves is not None:
         x, x_stride = halves, routing.tokens if x_of_tokens else routing.pairs
     assert tile_pairs >= routing.tile, f"{plain.name} takes {tile_pairs} of {routing.tile} pairs"
     kernel = _with_experts(plain, fmt, routing.experts)

@@ -277,13 +277,6 @@ def _coops(profile: DeviceProfile, fmt: str, tokens: int, quick: bool) -> dict[s
     return found
 
 
-def _named_coop(profile: DeviceProfile, fmt: str, tokens: int, name: str) -> Choice:
-    """That of :func:`_coops`, perhaps found for more rows of x: then in the tile that suits ``tokens``."""
-    words = name.split()
-    tile = min(int(words[1]), up_to(tokens, COOP_TOKENS))
-    return _coop(profile, fmt, tile, int(words[3]) if len(words) > 2 else 1)
-
-
 def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool) -> Choice:
     """The kernel for ``tokens`` rows of x where nothing is known about the device but its profile."""
     if profile.simd:
@@ -293,8 +286,14 @@ def choose(profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bo
     return _matmul(profile, fmt, tokens, aligned)
 
 
-def choose_halves(profile: DeviceProfile, fmt: str, tokens: int) -> Choice:
-    """The kernel for the halves of ``tokens`` rows of x, on matrix units."""
+def choose_halves(profile: DeviceProfile, fmt: str, tokens: int, name: str = "default") -> Choice:
+    """The kernel for the halves of ``tokens`` rows of x, on matrix units: the one of that name in
+    :func:`_coops`, perhaps found for more rows of x: then in the tile that suits ``tokens``; the default for
+    other names."""
+    if name.startswith("coop"):
+        words = name.split()
+        tile = min(int(words[1]), up_to(tokens, COOP_TOKENS))
+        return _coop(profile, fmt, tile, int(words[3]) if len(words) > 2 else 1)
     fitting = [tile for tile in COOP_TOKENS if coop_bytes(tile) <= profile.max_shared_bytes]
     return _coop(profile, fmt, up_to(tokens, fitting))
 
@@ -421,10 +420,7 @@ def linear(
     if choice is not None:
         kernel, tile_rows, tile_tokens = choice
     elif halves is not None:
-        coop = variant.startswith("coop")
-        kernel, tile_rows, tile_tokens = (
-            _named_coop(profile, fmt, tokens, variant) if coop else choose_halves(profile, fmt, tokens)
-        )
+        kernel, tile_rows, tile_tokens = choose_halves(profile, fmt, tokens, variant)
         x, x_stride = halves, tokens
     else:
         kernel, tile_rows, tile_tokens = named(profile, fmt, cols, tokens, aligned, variant)
