@@ -53,7 +53,8 @@ layout(constant_id = 2) const uint BLOCKS = 1u; // of a chunk
 layout(constant_id = 3) const uint CHUNKS = 1u;
 layout(constant_id = 4) const uint WHOLE = 1u;  // 0: the last chunk goes beyond the row
 layout(constant_id = 5) const uint DIGITS = 1u; // of the largest workgroup id in x, to base 8
-#define GROUP_CONSTANT 6
+layout(constant_id = 6) const uint ARGMAX = 0u; // 1: of every group of rows the largest, and which it is
+#define GROUP_CONSTANT 7
 
 const uint LANES = 8u;
 struct Run { uint word[LANES]; };    // a word of each row of a group
@@ -97,7 +98,7 @@ layout(push_constant) uniform Push {
     uint y_offset;    // words
     uint y_stride;    // words
     uint bias_offset; // words; NO_BIAS: there is none
-    uint epilogue;    // as in linear.glsl
+    uint epilogue;    // as in linear.glsl; not looked at where ARGMAX is
     uint count_at;    // word of the state buffer with the number of rows of x in use
     uint last_token;  // of the plan: rows of x beyond are not there
     uint row_words, data_first; // ROW_WORDS and DATA_FIRST of cols
@@ -107,6 +108,7 @@ layout(push_constant) uniform Push {
 const uint NO_BIAS = 0xFFFFFFFFu;
 const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
 
+#include "argmax.glsl"
 #include "gelu.glsl"
 #include "silu.glsl"
 #include "uniform.glsl"
@@ -366,6 +368,21 @@ void main() {
                 }
             }
         }
+    }
+    if (ARGMAX != 0u) { // y: [tokens][y_stride], a (value, index) pair for every group, which argmax_join.comp joins
+        Numbers pair_at = Numbers(uvec2(p.y_low, p.y_high));
+        FOR_FINISHED {
+            // rows of the padding are the smallest there can be
+            vec2 best = vec2(row < p.rows ? acc[j] + row_bias : uintBitsToFloat(0xFF800000u), p.first_row + row);
+            [[unroll]] for (uint distance = 1u; distance < LANES; distance *= 2u)
+                best = better(best, subgroupShuffle(best, lane ^ distance));
+            const uint i = chunk + j * CHUNKS, at = p.y_offset + (t0 + i) * p.y_stride + (p.first_row + row) / 4u;
+            if (stores && lane == 0u && i < TOKENS && t0 + i < used) {
+                pair_at.number[at] = best.x;
+                pair_at.number[at + 1u] = best.y;
+            }
+        }
+        return;
     }
     float up[FINISHED];
     FOR_FINISHED {

@@ -21,7 +21,15 @@ from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Part, Ref
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
 from xinfer_vk.kernels.layout import matrix_words, row_words
-from xinfer_vk.kernels.matmul import EPILOGUES, PAIRED, Choice, linear, variants
+from xinfer_vk.kernels.matmul import (
+    ARGMAX_ROWS,
+    EPILOGUES,
+    PAIRED,
+    Choice,
+    argmax_rows,
+    linear,
+    variants,
+)
 from xinfer_vk.kernels.split_norm import SUMMED, Begin, begun_words
 from xinfer_vk.kernels.unpack import unpack, unpack_rows
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Step
@@ -61,6 +69,8 @@ class Product:
 
     @property
     def width(self) -> int:
+        if self.epilogue == "argmax":
+            return 2 * -(-self.rows // ARGMAX_ROWS)  # or half of it
         return self.rows // 2 if self.epilogue in PAIRED else self.rows
 
 
@@ -140,11 +150,12 @@ class Setup:
             rt.free(buffer)
         untouched = np.ones(got.size, bool)
         frame = np.zeros((p.tokens, y_stride), bool)
-        frame[: p.used, : p.width] = True
+        width = 2 * -(-p.rows // argmax_rows(steps)) if p.epilogue == "argmax" else p.width
+        frame[: p.used, :width] = True
         untouched[3 : 3 + frame.size] = ~frame.reshape(-1)
         expected = np.full(got.size, POISON).view(np.uint32)
         expected[3 : 3 + frame.size] = y_values.reshape(-1).view(np.uint32)
-        values = got[3 : 3 + frame.size].view(np.float32).reshape(frame.shape)[: p.used, : p.width]
+        values = got[3 : 3 + frame.size].view(np.float32).reshape(frame.shape)[: p.used, :width]
         if p.begins:
             begun_at = slice(3 + frame.size, 3 + frame.size + p.used * begun_words(p.rows))
             self.check_begun(values, got[begun_at].view(np.float32).reshape(p.used, -1))
@@ -208,11 +219,29 @@ def check(product: Product, rt: Any, profile: DeviceProfile, variant: str | None
     setup = Setup(product)
     want, tolerance = setup.expected()
     got = setup.run(rt, profile, variant)
+    if product.epilogue == "argmax":
+        got, want, tolerance = largest(got, want, tolerance)
     error = np.abs(got - want) / tolerance
     assert np.all(error <= 1), (
         f"{product}: {np.count_nonzero(~(error <= 1))} of {error.size} values are wrong, "
         f"the worst by {np.nanmax(error):.3g} of its tolerance"
     )
+
+
+def largest(
+    got: np.ndarray, want: np.ndarray, tolerance: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the pairs ``got`` [tokens, 2 slices] say is the largest value of each slice of the rows of
+    ``want``, what it should be, and how far it may be from that. Any that may be the largest is right."""
+    pairs = got.reshape(len(got), -1, 2)
+    each = next(n for n in (4, 8) if -(-want.shape[1] // n) == pairs.shape[1])
+    index = pairs[:, :, 1].astype(int)
+    np.testing.assert_array_equal(index // each, np.broadcast_to(np.arange(pairs.shape[1]), index.shape))
+    padding = ((0, 0), (0, -want.shape[1] % each))
+    least = np.pad(want - tolerance, padding, constant_values=-np.inf).reshape(*index.shape, each)
+    want, tolerance = np.take_along_axis(want, index, 1), np.take_along_axis(tolerance, index, 1)
+    assert np.all(want + tolerance >= least.max(axis=2))
+    return pairs[:, :, 0], want, tolerance
 
 
 def cols_for(fmt: str, i: int) -> int:
@@ -537,6 +566,7 @@ def _linear(**changed: Any) -> list[Step]:
         ({"epilogue": "gelu"}, "gelu"),
         ({"begin": Begin(Ref(OTHER), Ref(OTHER))}, "must lie in the buffers"),
         ({"begin": Begin(Ref(OTHER), Ref(OTHER)), "epilogue": "swiglu"}, "swiglu cannot begin a norm"),
+        ({"begin": Begin(Ref(OTHER), Ref(OTHER)), "epilogue": "argmax"}, "argmax cannot begin a norm"),
         ({"fmt": "f32", "cols": 40, "norm_eps": 1e-6}, "cannot end a norm of 40 columns"),
         ({"count": "rows"}, "rows"),
         ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 2, 0, 8)]}, "word 2"),

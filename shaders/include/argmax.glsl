@@ -1,5 +1,8 @@
 // The order argmax goes by: (key, index) pairs, the larger key first, the lower index among equals.
 // Keys are integers, so that all devices agree: some flush denormals, or compare NaN in their own way.
+//
+// In memory a pair is (value, index), both f32, so that a buffer of floats can hold it: an index is exact up
+// to 2^24, and as the bits of a float it would be a denormal.
 const uint NAN_KEY = 0xFFFFFFFFu; // above all numbers: a row with a NaN anywhere yields it
 
 // Order of floats as order of unsigned integers; -0 equals +0.
@@ -12,3 +15,7 @@ uint order_key(uint bits) {
 bool comes_before(uvec2 a, uvec2 b) {
     return a.x > b.x || (a.x == b.x && a.y < b.y);
 }
+
+uvec2 with_key(vec2 pair) { return uvec2(order_key(floatBitsToUint(pair.x)), uint(pair.y)); }
+
+vec2 better(vec2 a, vec2 b) { return comes_before(with_key(b), with_key(a)) ? b : a; }

@@ -1,5 +1,6 @@
-// What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, or through SwiGLU or GeGLU
-// (gate and up in one matrix; or y holds the gate, and the product is up: GATED, SwiGLU only).
+// What every matrix product shares: y[t] = W x[t] (+ bias), stored, added to y, through SwiGLU or GeGLU (gate and
+// up in one matrix; or y holds the gate, and the product is up: GATED, SwiGLU only), or of every four rows the
+// largest and which it is (ARGMAX: half the bytes, and argmax_join.comp has a quarter to look at).
 // W lies in the x8 layout; see include/formats.glsl, which must be included first. ALIGNED is a
 // specialization constant, EPILOGUE_LOOP what to do with a loop of four: [[unroll]] or [[dont_unroll]].
 #ifdef SPLIT_X // rows in two f16 planes (split_halves.comp) at x_offset, room for x_stride of them
@@ -23,7 +24,7 @@ layout(push_constant) uniform Push {
     uint y_stride;    // words
     uint bias_offset; // words
     uint has_bias;
-    uint epilogue;    // STORE, ADD, SWIGLU, GATED, GEGLU
+    uint epilogue;    // STORE, ADD, SWIGLU, GATED, GEGLU, ARGMAX
     uint count_at;    // word of the state buffer with the number of rows of x in use (EXPERTS: of tiles)
     uint expert_words; // EXPERTS: words from an expert's weights to the next one's
     uint first_expert; // EXPERTS: the first of this part
@@ -38,7 +39,7 @@ layout(push_constant) uniform Push {
 } p;
 layout(constant_id = 3) const uint EXPERTS = 0u; // of a mixture; 0: plain products. See rows.glsl
 
-const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u;
+const uint STORE = 0u, ADD = 1u, SWIGLU = 2u, GATED = 3u, GEGLU = 4u, ARGMAX = 5u;
 
 #include "rows.glsl"
 
@@ -67,11 +68,23 @@ vec4 load_bias(uint row) {
 
 #include "silu.glsl"
 #include "gelu.glsl"
+#include "argmax.glsl"
 
 // Rows row .. row+3 (row a multiple of 4) of token t are v. Rows of the padding are not stored. Where a norm
 // begins what is stored is stored again times the norm's weight, and the sum of its squares behind the row.
 void store(uint row, uint t, vec4 v) {
     uint first = p.first_row + row, count = min(4u, p.rows - min(row, p.rows));
+    if (p.epilogue == ARGMAX) { // y: [tokens][y_stride], a (value, index) pair for every four rows
+        vec2 best = vec2(v.x, float(first));
+        EPILOGUE_LOOP for (uint c = 1u; c < count; c++)
+            best = better(best, vec2(v[c], float(first + c)));
+        const uint at = p.y_offset + t * p.y_stride + first / 2u;
+        if (count != 0u) {
+            y[at] = best.x;
+            y[at + 1u] = best.y;
+        }
+        return;
+    }
     if (p.epilogue == SWIGLU || p.epilogue == GEGLU) { // gate in even rows, up in odd ones
         v.xz = p.epilogue == SWIGLU ? vec2(silu(v.x), silu(v.z)) : vec2(gelu_tanh(v.x), gelu_tanh(v.z));
         v.xy = vec2(v.x * v.y, v.z * v.w);

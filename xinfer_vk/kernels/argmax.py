@@ -1,5 +1,10 @@
-"""Argmax of rows of logits in two stages (shaders/argmax.comp, argmax_join.comp): four bytes a token
-come back to the host instead of a vocabulary of logits."""
+"""Argmax of rows of logits: four bytes a token come back to the host instead of a vocabulary of logits.
+
+Two stages. The first finds the largest of each slice of a row: the product that makes the logits does, by the
+epilogue "argmax" (:func:`xinfer_vk.kernels.matmul.linear`), so that these are never in memory; or
+``shaders/argmax.comp``, for logits that go through something else before. The second joins the slices
+(``shaders/argmax_join.comp``). Between them a slice is a pair of f32, (value, index).
+"""
 
 from __future__ import annotations
 
@@ -19,28 +24,31 @@ def order_keys(bits: np.ndarray) -> np.ndarray:
     return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint32(0xFFFFFFFF), keys)
 
 
+def best_pairs(values: np.ndarray, first: np.ndarray, step: int) -> np.ndarray:
+    """The (value, index) pairs, f32 [rows, slices, 2], of ``values`` [rows, slices, n]: value ``i`` of a
+    slice has the index ``first[slice] + step * i``. Of equals it is the first."""
+    at = order_keys(values.view(np.uint32)).argmax(axis=2)[:, :, None]
+    pairs = np.concatenate([np.take_along_axis(values, at, 2), first[:, None] + step * at], axis=2)
+    return pairs.astype(np.float32)
+
+
 def _oracle(call: OracleCall) -> None:
     p, spec = call.p, call.spec
     slices = call.groups[0] * spec.local_size
     rows = int(call.u32("state")[st.N_OUTPUTS])
-    padded = np.zeros((rows, ceil_div(p.n, slices) * slices), np.uint32)
     at = p.x_offset + np.arange(rows)[:, None] * p.x_stride + np.arange(p.n)
-    padded[:, : p.n] = order_keys(call.u32("x")[at])
-    sliced = padded.reshape(rows, -1, slices)
-    first = sliced.argmax(axis=1)  # the first of equals
-    keys = np.take_along_axis(sliced, first[:, None], axis=1)[:, 0]
-    index = np.where(keys == 0, NAN_RESULT, first * slices + np.arange(slices))
-    pairs = np.stack([keys, index], axis=-1).reshape(-1)
-    call.u32("partials")[p.partials_offset : p.partials_offset + pairs.size] = pairs
+    padded = np.full((rows, ceil_div(p.n, slices) * slices), -np.inf, np.float32)
+    padded[:, : p.n] = call.f32("x")[at]
+    pairs = best_pairs(padded.reshape(rows, -1, slices).swapaxes(1, 2), np.arange(slices), slices)
+    call.f32("partials")[p.partials_offset : p.partials_offset + pairs.size] = pairs.reshape(-1)
 
 
 def _join_oracle(call: OracleCall) -> None:
     p = call.p
     rows = int(call.u32("state")[st.N_OUTPUTS])
-    pairs = call.u32("partials")[p.partials_offset : p.partials_offset + rows * p.slices * 2]
-    pairs = pairs.reshape(rows, p.slices, 2)
-    for row in range(rows):
-        keys, index = pairs[row, :, 0], pairs[row, :, 1]
+    at = p.partials_offset + 2 * (np.arange(rows)[:, None] * p.stride + np.arange(p.slices))
+    all_keys, all_indices = order_keys(call.u32("partials")[at]), call.f32("partials")[at + 1]
+    for row, (keys, index) in enumerate(zip(all_keys, all_indices)):
         best = int(keys.max())
         result = NAN_RESULT if best == 0xFFFFFFFF else int(index[keys == best].min())
         call.u32("result")[p.result_offset + row] = result
@@ -62,7 +70,7 @@ def join_kernel(local_size: int) -> Kernel:
         name="argmax_join",
         shader="argmax_join",
         bindings=("partials", "state", "result"),
-        params=("partials_offset:u", "slices:u", "result_offset:u"),
+        params=("partials_offset:u", "stride:u", "slices:u", "result_offset:u"),
         spec=(("local_size", local_size),),
         oracle=_join_oracle,
     )
@@ -76,7 +84,7 @@ def _geometry(P: DeviceProfile, n: int) -> tuple[int, int]:
 
 
 def argmax_partial_words(P: DeviceProfile, n: int, rows: int) -> int:
-    """Words that argmax needs at ``partials``: [rows][slices][key, index]."""
+    """Words that argmax needs at ``partials``: [rows][slices][value, index]."""
     groups, local_size = _geometry(P, n)
     return rows * groups * local_size * 2
 
@@ -94,7 +102,7 @@ def argmax(
     """``result[i]`` = index of the largest of ``x[i][0 … n-1]`` for the outputs in use of ``rows``.
 
     The lowest index wins ties; a row with NaN gives 0xFFFFFFFF. ``partials`` has
-    :func:`argmax_partial_words` words of room.
+    :func:`argmax_partial_words` words of room, from an even one on.
     """
     groups, local_size = _geometry(P, n)
     slices = groups * local_size
@@ -105,10 +113,23 @@ def argmax(
             {"x_offset": x.offset, "x_stride": x_stride, "n": n, "partials_offset": partials.offset},
             (groups, rows),
         ),
-        make_step(
-            join_kernel(8 if P.simd else 256),
-            {"partials": partials.buffer, "state": state, "result": result.buffer},
-            {"partials_offset": partials.offset, "slices": slices, "result_offset": result.offset},
-            (rows,),
-        ),
+        join(P, partials, slices, slices, rows, result, state),
     ]
+
+
+def join(
+    P: DeviceProfile, partials: Ref, stride: int, slices: int, rows: int, result: Ref, state: Buffer
+) -> Step:
+    """The second stage, of ``slices`` pairs a row, the rows ``stride`` pairs apart."""
+    most = 8 if P.simd else min(1024, P.max_workgroup_invocations)
+    return make_step(
+        join_kernel(1 << most.bit_length() - 1),
+        {"partials": partials.buffer, "state": state, "result": result.buffer},
+        {
+            "partials_offset": partials.offset,
+            "stride": stride,
+            "slices": slices,
+            "result_offset": result.offset,
+        },
+        (rows,),
+    )

@@ -4,7 +4,7 @@ Weights stay in their format (:data:`xinfer_vk.kernels.layout.FORMATS`) in the x
 in the kernels; arithmetic is f32 and activations are not quantized. Epilogues: ``store``; ``add``, the
 residual connection; ``swiglu`` and ``geglu`` (Shazeer 2020), which take rows in pairs gate, up, gate, up, …
 and store ``silu(gate) * up`` or ``gelu(gate) * up``; ``gated``, which multiplies by ``silu(y)`` of what y
-holds, a gate.
+holds, a gate; ``argmax``, which stores instead of every few rows the largest and its number.
 
 Five shader families, chosen by :func:`linear` from the device and the number of token rows:
 
@@ -28,15 +28,16 @@ from typing import TypeAlias
 import numpy as np
 
 from xinfer_vk.kernels import matmul_lanes, split_norm
+from xinfer_vk.kernels.argmax import best_pairs
 from xinfer_vk.kernels.base import COUNTS, Part, Ref, ceil_div
 from xinfer_vk.kernels.halves import multiplies_halves, read_halves
-from xinfer_vk.kernels.layout import matrix_words, row_words, shader_format
+from xinfer_vk.kernels.layout import ROWS, matrix_words, row_words, shader_format
 from xinfer_vk.kernels.split_norm import SUMMED
 from xinfer_vk.kernels.swiglu import gelu_tanh, silu
 from xinfer_vk.kernels.unpack import unpack
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
-EPILOGUES = ("store", "add", "swiglu", "gated", "geglu")
+EPILOGUES = ("store", "add", "swiglu", "gated", "geglu", "argmax")
 PAIRED = {"swiglu": silu, "geglu": gelu_tanh}
 
 BINDINGS = ("w", "x", "y", "state", "bias")
@@ -60,6 +61,7 @@ TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB 
 # them share the columns of as many times fewer rows.
 COOP_LANES, COOP_ROWS, COOP_TOKENS = 128, 128, (16, 32, 64)
 COOP_TEAMS, TEAM_TOKENS = (1, 2, 4, 8), 32
+ARGMAX_ROWS = 4  # that the epilogue "argmax" makes a pair of; matmul_lanes of ROWS
 SPLIT_FAMILIES = ("matmul_coop", "matmul_coop_check")
 
 Choice: TypeAlias = tuple[Kernel, int, int]  # and rows of W a workgroup computes, for how many tokens
@@ -75,8 +77,13 @@ def _halves(call: OracleCall, tokens: int) -> np.ndarray:
 
 
 @cache
-def oracle_of(fmt: str, read_x: Callable[[OracleCall, int], np.ndarray] = _x) -> Callable[[OracleCall], None]:
-    """The oracle of products with weights in ``fmt``. ``read_x``: the first rows of x, f32 [tokens, cols]."""
+def oracle_of(
+    fmt: str,
+    read_x: Callable[[OracleCall, int], np.ndarray] = _x,
+    argmax_rows: int = ARGMAX_ROWS,
+) -> Callable[[OracleCall], None]:
+    """The oracle of products with weights in ``fmt``. ``read_x``: the first rows of x, f32 [tokens, cols].
+    ``argmax_rows``: of a pair of the epilogue "argmax"."""
 
     def oracle(call: OracleCall) -> None:
         p = call.p
@@ -95,6 +102,14 @@ def oracle_of(fmt: str, read_x: Callable[[OracleCall, int], np.ndarray] = _x) ->
         if p.has_bias:
             first = p.bias_offset + p.first_row
             v += call.f32("bias")[first : first + p.rows]
+        if EPILOGUES[p.epilogue] == "argmax":
+            sliced = np.full((tokens, ceil_div(p.rows, argmax_rows) * argmax_rows), -np.inf, np.float32)
+            sliced[:, : p.rows] = v
+            first_rows = np.arange(p.first_row, p.first_row + p.rows, argmax_rows)
+            pairs = best_pairs(sliced.reshape(tokens, -1, argmax_rows), first_rows, 1).reshape(tokens, -1)
+            at = p.y_offset + p.first_row // argmax_rows * 2
+            rows_view(call.f32("y"), at, p.y_stride, *pairs.shape)[:] = pairs
+            return
         paired = EPILOGUES[p.epilogue] in PAIRED
         first, width = (p.first_row // 2, p.rows // 2) if paired else (p.first_row, p.rows)
         y = rows_view(call.f32("y"), p.y_offset + first, p.y_stride, tokens, width)
@@ -403,7 +418,8 @@ def linear(
     takes long to compile would not pay. ``independent``: the steps before these are products too, of the same
     ``x`` and to other columns, so that none has to wait for another. ``begin``: an RMSNorm of y that the
     product begins; ``norm_eps``: epsilon of one that it ends: the rows of x are begun rows
-    (:mod:`xinfer_vk.kernels.split_norm`).
+    (:mod:`xinfer_vk.kernels.split_norm`). With the epilogue "argmax" y has a pair for every
+    :func:`argmax_rows` rows, (value, index) as :func:`xinfer_vk.kernels.argmax.join` takes them.
 
     Raises ``ValueError`` for an epilogue, count or format that does not exist, for a part that does not
     begin at a multiple of 4 words and of 8 rows, for parts that cut a gate from its up, and for norms that
@@ -453,7 +469,9 @@ def linear(
         buffers = {"w": part.buffer, "x": x.buffer, "y": y.buffer, "state": state, "bias": of_rows}
         chosen, found = (kernel, tile_rows, tile_tokens), None
         if by_lanes:
-            found = matmul_lanes.choose(profile, fmt, part.rows, cols, tokens, oracle_of(fmt))
+            found = matmul_lanes.choose(
+                profile, fmt, part.rows, cols, tokens, oracle_of(fmt, argmax_rows=ROWS), epilogue == "argmax"
+            )
         if found is not None:
             if begin is not None:
                 raise ValueError(f"{label}: {found[0].name} cannot begin a norm")
@@ -463,6 +481,12 @@ def linear(
         groups = (ceil_div(part.rows, chosen[1]), ceil_div(tokens, chosen[2]))
         steps.append(make_step(chosen[0], buffers, params, groups, label, independent or bool(steps)))
     return steps
+
+
+def argmax_rows(steps: Sequence[Step]) -> int:
+    """Of how many rows the steps of a product with the epilogue "argmax" make a pair: all of them of as many,
+    because it is the columns by which a family is chosen."""
+    return ROWS if steps[0].kernel.name.startswith("matmul_lanes.") else ARGMAX_ROWS
 
 
 def ends_norms(profile: DeviceProfile, fmt: str, rows: int, cols: int, tokens: int) -> bool:
@@ -487,7 +511,7 @@ def _split_norms(
     """The push constants of norms that a product begins and ends."""
     found = dict(split_norm.NOT_SPLIT)
     if begin is not None:
-        if not split_norm.can_split(rows) or epilogue in PAIRED:
+        if not split_norm.can_split(rows) or epilogue in (*PAIRED, "argmax"):
             raise ValueError(f"a product of {rows} rows with the epilogue {epilogue} cannot begin a norm")
         if begin.out.buffer is not y.buffer or (bias and bias.buffer is not begin.weight.buffer):
             raise ValueError("a norm that a product begins must lie in the buffers of its result and bias")

@@ -64,9 +64,10 @@ def choose(
     cols: int,
     tokens: int,
     oracle: Callable[[OracleCall], None],
+    argmax: bool = False,
 ) -> tuple[Kernel, int, int] | None:
     """(kernel, rows of W a workgroup computes, tokens it computes them for); None where a row takes more
-    runs than a workgroup can have."""
+    runs than a workgroup can have. ``argmax``: the epilogue of that name, for groups of ROWS rows."""
     tile = next((size for size in TOKENS if size >= tokens), TOKENS[-1])
     blocks, count = chunks(fmt, cols, tile)
     groups = ceil_div(rows, ROWS)
@@ -81,7 +82,7 @@ def choose(
     whole = int(blocks * count == cols // BLOCK)
     spec = (
         ("local_size", lanes), ("tokens", tile), ("blocks", blocks), ("chunks", count), ("whole", whole),
-        ("digits", digits),
+        ("digits", digits), ("argmax", int(argmax)),
     )  # fmt: skip
     return _kernel(fmt, spec, oracle), each * ROWS, tile
 

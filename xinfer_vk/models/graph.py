@@ -13,13 +13,20 @@ from functools import partial
 from xinfer_vk.cache import KVCache
 from xinfer_vk.kernels.advance import advance
 from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
-from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
+from xinfer_vk.kernels.argmax import argmax, argmax_partial_words, join
 from xinfer_vk.kernels.attention import attention, partial_words
-from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
-from xinfer_vk.kernels.matmul import ends_norms, linear, planned_rows, tuned_variant
+from xinfer_vk.kernels.matmul import (
+    ARGMAX_ROWS,
+    argmax_rows,
+    ends_norms,
+    linear,
+    planned_rows,
+    tuned_variant,
+)
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.matmul_a8 import tuned_choice as tuned_a8
 from xinfer_vk.kernels.order_columns import order_columns
@@ -58,14 +65,15 @@ class RopeTable:
 
 
 @dataclass(frozen=True)
-class Addition:
-    """A product that added to ``rows`` is the steps ``first`` to ``end`` of a graph. ``product``: makes them
-    anew, with a norm of the sum that they ``begin``."""
+class Product:
+    """A product by one matrix into ``rows`` is the steps ``first`` to ``end`` of a graph. ``again``: makes
+    them anew, with another ``epilogue`` or a norm of the result that they ``begin``."""
 
     rows: Rows
     first: int
     end: int
-    product: Callable[..., list[Step]]
+    epilogue: str
+    again: Callable[..., list[Step]]
 
 
 class Activations:
@@ -164,7 +172,7 @@ class Graph:
         self.tokens, self.outputs = tokens, outputs
         self.act, self.state, self.cache, self.rope_tables = activations, state, cache, rope_tables
         self.steps: list[Step] = []
-        self._added: Addition | None = None  # the last one
+        self._product: Product | None = None  # the last one
 
     def embed(self, table: Matrix, out: Rows) -> None:
         """``out[t] = scale * table[token_id[t]]``, the beginning of the residual stream, which is kept
@@ -222,9 +230,10 @@ class Graph:
     def _begins_norm(self, x: Rows, weight: Ref, weights: Sequence[Matrix], rows: int) -> bool:
         """Whether ``act.normed`` holds the begun rows of an RMSNorm of x, which the products by ``weights``
         then must end: makes the product that has just added to x begin it, if it is one and they all can."""
-        added, act = self._added, self.act
+        added, act = self._product, self.act
         if (
             added is None
+            or added.epilogue != "add"
             or added.rows != x
             or added.end != len(self.steps)
             or not all(
@@ -235,7 +244,7 @@ class Graph:
             )
         ):
             return False
-        self.steps[added.first :] = added.product(begin=Begin(weight, act.normed.ref))
+        self.steps[added.first :] = added.again(begin=Begin(weight, act.normed.ref))
         return True
 
     def _multiply(
@@ -270,14 +279,14 @@ class Graph:
                 halves = None if w.order is not None else halves
             first = len(self.steps)
             product = partial(
-                product, self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref, out.stride, rows,
-                self.state, w.bias, epilogue, count, label, independent=first == end_of_products,
-                norm_eps=norm_eps,
+                product, self.profile, w.fmt, w.parts, w.cols, at.ref, at.stride, out.ref,
+                y_stride=out.stride, tokens=rows, state=self.state, bias=w.bias, epilogue=epilogue,
+                count=count, label=label, independent=first == end_of_products, norm_eps=norm_eps,
             )  # fmt: skip
             self.steps += product()
             end_of_products = len(self.steps)
-            if epilogue == "add" and len(weights) == 1:
-                self._added = Addition(out, first, end_of_products, product)
+            if len(weights) == 1:
+                self._product = Product(out, first, end_of_products, epilogue, product)
             out = out.columns(w.rows)
 
     def _takes_8_bits(self, w: Matrix) -> bool:
@@ -435,8 +444,16 @@ class Graph:
             )
 
     def argmax(self, result: Ref) -> None:
-        """``result[i] = argmax(logits[i])``; a row with NaN gives 0xFFFFFFFF."""
-        logits = self.act.logits
+        """``result[i] = argmax(logits[i])``; a row with NaN gives 0xFFFFFFFF. Of logits that a product has
+        just made only the largest of every few are kept, where the logits would be."""
+        logits, made = self.act.logits, self._product
+        if made is not None and made.rows == logits and made.end == len(self.steps):
+            stride = ceil_div(self.config.vocab_size, ARGMAX_ROWS)
+            steps = made.again(epilogue="argmax", y_stride=2 * stride)
+            slices = ceil_div(self.config.vocab_size, argmax_rows(steps))
+            joined = join(self.profile, logits.ref, stride, slices, self.outputs, result, self.state)
+            self.steps[made.first :] = [*steps, joined]
+            return
         self.steps += argmax(
             self.profile, logits.ref, logits.stride, self.config.vocab_size, self.outputs, result,
             self.act.partials, self.state,

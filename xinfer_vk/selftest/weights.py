@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 
+from xinfer_vk.kernels.argmax import join
 from xinfer_vk.kernels.base import Part, Ref, ceil_div
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.halves import halves_words, multiplies_halves, split_halves
@@ -19,7 +20,7 @@ from xinfer_vk.kernels.layout import (
     row_words,
     scale_words,
 )
-from xinfer_vk.kernels.matmul import PAIRED, linear, variants
+from xinfer_vk.kernels.matmul import PAIRED, argmax_rows, linear, variants
 from xinfer_vk.kernels.matmul_a8 import choose as choose_a8
 from xinfer_vk.kernels.quantize_rows import quantize, quantized_words
 from xinfer_vk.kernels.split_norm import Begin, begun_words
@@ -196,6 +197,29 @@ def _split_norm(fmt: str, used: int, tokens: int) -> Build:
     return build
 
 
+def _argmax(fmt: str, used: int, tokens: int) -> Build:
+    """The largest value of each row of a product, and where it is."""
+    cols, rows = (256 if fmt in SUPER_FORMATS else 96), 261
+
+    def build(bench: Bench) -> list[Step]:
+        rng = np.random.default_rng(tokens)
+        parts = _parts(bench, fmt, cols, (0, 128, rows), rng)
+        x = np.full((tokens, cols), np.nan, np.float32)
+        x[:used] = rng.standard_normal((used, cols))
+        batch = Batch(((0, used),), tokens, outputs=tuple(range(used)))
+        state, stride = batch.state_buffer(bench), ceil_div(rows, 4)
+        pairs = Ref(bench.buffer("pairs", tokens * 2 * stride))
+        result = Ref(bench.buffer("result", tokens, BufferKind.RESULT))
+        steps = linear(
+            bench.profile, fmt, parts, cols, Ref(bench.filled("x", x)), cols, pairs, 2 * stride, tokens,
+            state, None, "argmax", "outputs",
+        )  # fmt: skip
+        slices = ceil_div(rows, argmax_rows(steps))
+        return [*steps, join(bench.profile, pairs, stride, slices, tokens, result, state)]
+
+    return build
+
+
 def _cases() -> list[Case]:
     cases: list[Case] = []
     for fmt in FORMATS:
@@ -219,6 +243,10 @@ def _cases() -> list[Case]:
         for used, tokens in ((1, 1), (5, 8)):
             variant = f"{fmt}, {used} of {tokens} rows, a norm between two products"
             cases += kernel_cases("linear", variant, _split_norm(fmt, used, tokens), PRODUCT)
+            variant = f"{fmt}, {used} of {tokens} rows, the largest of each row"
+            views, classes = {"result": "u32"}, ("", "as on a GPU")
+            build = _argmax(fmt, used, tokens)
+            cases += kernel_cases("linear", variant, build, PRODUCT, views=views, classes=classes)
     for fmt in ("q8_0", "q4_0", "q4_1", "int4_g128", "int8_g32"):
         for used, tokens, epilogue, bias, bounds in (
             (1, 1, "store", True, (0, 70)), (5, 8, "add", False, (0, 32, 67)),
