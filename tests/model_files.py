@@ -163,7 +163,7 @@ def encode(values: np.ndarray, fmt: str) -> np.ndarray:
     if fmt == "bf16":
         return to_bf16(rows).view(np.uint8)
     if fmt in FIRST_SCALES:
-        return np.stack([_random_blocks(row, fmt) for row in rows])
+        return _random_blocks(rows, fmt)
     return _gguf().quants.quantize(rows, _gguf().GGMLQuantizationType[fmt.upper()])
 
 
@@ -174,24 +174,26 @@ FIRST_SCALES = {
 }  # fmt: skip
 
 
-def _random_blocks(row: np.ndarray, fmt: str) -> np.ndarray:
-    """A row in one of those formats: not these values but others of their size, the same for the same
+def _random_blocks(rows: np.ndarray, fmt: str) -> np.ndarray:
+    """Rows in one of those formats: not these values but others of their size, the same for the same
     row (any bits are a block)."""
     gguf = _gguf()
     kind = gguf.GGMLQuantizationType[fmt.upper()]
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    assert row.size % block == 0, f"{row.size} columns are not whole {fmt} blocks"
-    rng = np.random.default_rng(zlib.crc32(row.tobytes()))
-    blocks = rng.integers(0, 256, (row.size // block, size), np.uint8)
+    assert rows.shape[1] % block == 0, f"{rows.shape[1]} columns are not whole {fmt} blocks"
+    count = rows.shape[1] // block
+    random = [np.random.default_rng(zlib.crc32(row.tobytes())) for row in rows]
+    blocks = np.stack([rng.integers(0, 256, (count, size), np.uint8) for rng in random])
 
     def scaled(d: np.ndarray) -> np.ndarray:
         for at in FIRST_SCALES[fmt]:
-            blocks[:, at : at + 2] = d.astype(np.float16)[:, None].view(np.uint8)
-        return gguf.quants.dequantize(blocks.reshape(1, -1), kind)
+            blocks[..., at : at + 2] = d.astype(np.float16)[..., None].view(np.uint8)
+        return gguf.quants.dequantize(blocks.reshape(len(rows), -1), kind)
 
-    unit = np.std(scaled(np.ones(len(blocks))))
-    scaled(np.std(row) / unit * rng.uniform(0.5, 1.5, len(blocks)))
-    return blocks.reshape(-1)
+    unit = np.std(scaled(np.ones(blocks.shape[:2])), axis=1)
+    factors = np.stack([rng.uniform(0.5, 1.5, count) for rng in random])
+    scaled(factors * (np.std(rows, axis=1) / unit)[:, None])
+    return blocks.reshape(len(rows), -1)
 
 
 def decoded(values: np.ndarray, fmt: str) -> np.ndarray:

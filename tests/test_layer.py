@@ -112,6 +112,22 @@ def test_full_subgroups_are_asked_for_where_a_kernel_needs_them_and_only_there(f
     assert fresh._layer.counters()["pipelines_full"] == 1
 
 
+def test_kernels_that_are_alike_share_their_layouts(fresh):
+    """And those that come later do: SwiftShader compiles a shader anew for each layout it is used with."""
+    counts = []
+    for _ in range(3):
+        plan, _, _ = chain(fresh)
+        fresh.prepare(plan).run()
+        counts.append(fresh._layer.counters())
+        for buffer in {buffer for step in plan.steps for buffer in step.buffers}:
+            fresh.free(buffer)
+    assert counts[0]["pipelines"] < counts[1]["pipelines"] < counts[2]["pipelines"]
+    assert 2 <= counts[0]["layouts"] == counts[2]["layouts"]
+    target = fresh.allocate("target", FMA_LOCAL_SIZE, BufferKind.SCRATCH)
+    fresh.prepare(Plan("other", (peak_fma(target, 1, 1),)))
+    assert fresh._layer.counters()["layouts"] > counts[2]["layouts"]
+
+
 def test_the_layer_names_the_device_that_was_opened(fresh):
     assert fresh._layer.uuid == fresh.info.uuid
 

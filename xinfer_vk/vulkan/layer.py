@@ -26,7 +26,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, Usa
 
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
-ABI_VERSION = 5  # of layer.c
+ABI_VERSION = 6  # of layer.c
 MOST_NUMBER = 10**9  # that a variable may hold: a thousand times that fits 64 bits
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
@@ -84,6 +84,7 @@ COUNTERS = (
     "allocations",
     "pipelines",
     "pipelines_full",
+    "layouts",
     "submit_ns",
     "wait_ns",
 )

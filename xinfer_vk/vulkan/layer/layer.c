@@ -13,7 +13,8 @@
  *   3. Errors. Kompute ignores most results and goes on with null handles, which crash the driver.
  *      The first failure on a device is kept; until Python has read it, further creations fail too,
  *      and null handles stop here. So kp's constructors return or throw, and Python can say why.
- *   4. One pipeline cache for all pipelines, whose bytes Python loads and saves.
+ *   4. One pipeline cache for all pipelines, whose bytes Python loads and saves, and one layout for all
+ *      kernels that have as many buffers and push constants.
  *   5. Counters, and a GPU timestamp per dispatch where wanted.
  *
  * Threads: the tables are locked; one device is used by one thread at a time (kp's own rule).
@@ -30,7 +31,7 @@
 #include <vulkan/vk_layer.h>
 #include <vulkan/vulkan.h>
 
-#define ABI_VERSION 5 /* layer.py refuses a library that says otherwise: raise both together */
+#define ABI_VERSION 6 /* layer.py refuses a library that says otherwise: raise both together */
 #define EXPORT __attribute__((visibility("default")))
 
 /* Headers before 1.3.255 (Debian 12) lack VK_KHR_cooperative_matrix; its numbers are the registry's. */
@@ -113,8 +114,18 @@ typedef struct {
     uint64_t dispatches_run, barriers_run, submits;
     uint64_t bytes, peak_bytes, allocations;
     uint64_t pipelines, pipelines_full; /* the latter with full subgroups */
+    uint64_t layouts;                   /* of sets and of pipelines, those that the driver made */
     uint64_t submit_ns, wait_ns; /* in vkQueueSubmit, in waiting for fences */
 } Counters;
+
+/* A layout that kernels share: of descriptor sets with so many buffers (`pipeline` is null), or of pipelines
+ * with such a set and so many bytes of push constants. */
+typedef struct Layout {
+    struct Layout *next;
+    VkDescriptorSetLayout set;
+    VkPipelineLayout pipeline;
+    uint32_t size;
+} Layout;
 
 /* What kp has made of the algorithm it is making. */
 typedef struct {
@@ -142,6 +153,7 @@ typedef struct {
     VkBuffer bound_buffer; /* what was bound last, and to what */
     VkDeviceMemory bound_memory;
     Unfinished unfinished;
+    Layout *layouts;
     Recording *recordings;
     uint64_t recording_count; /* recordings ever begun: the newest one's id */
     VkPipelineCache cache;    /* null until Python opens it */
@@ -577,6 +589,15 @@ static VKAPI_ATTR void VKAPI_CALL DestroyDevice(VkDevice handle, const VkAllocat
         d->allocations = a->next;
         free(a);
     }
+    while (d->layouts) {
+        Layout *l = d->layouts;
+        d->layouts = l->next;
+        if (l->pipeline)
+            d->DestroyPipelineLayout(handle, l->pipeline, NULL);
+        else
+            d->DestroyDescriptorSetLayout(handle, l->set, NULL);
+        free(l);
+    }
     d->DestroyPipelineCache(handle, d->cache, NULL);
     d->DestroyDevice(handle, allocator);
     free(d);
@@ -740,12 +761,92 @@ static VKAPI_ATTR VkResult VKAPI_CALL FlushMappedMemoryRanges(
         return result;                                                                                \
     }
 CREATE(DescriptorPool, d->unfinished.pool = *out)
-CREATE(DescriptorSetLayout, d->unfinished.set_layout = *out)
 CREATE(ShaderModule, d->unfinished.shader = *out)
-CREATE(PipelineLayout, d->unfinished.layout = *out)
 CREATE(PipelineCache, d->unfinished.cache = *out)
 CREATE(CommandPool, (void)0)
 CREATE(Fence, (void)0)
+
+/* kp makes a layout for each of its algorithms. SwiftShader compiles a shader anew for each layout it is used
+ * with, however alike they are; so those that are alike are one, which lives as long as the device. */
+static void share(Device *d, VkDescriptorSetLayout set, VkPipelineLayout pipeline, uint32_t size)
+{
+    Layout *l = malloc(sizeof *l);
+    if (l) { /* else it is kp's own */
+        *l = (Layout){d->layouts, set, pipeline, size};
+        d->layouts = l;
+    }
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL CreateDescriptorSetLayout(
+    VkDevice handle, const VkDescriptorSetLayoutCreateInfo *info, const VkAllocationCallbacks *allocator,
+    VkDescriptorSetLayout *out)
+{
+    Device *d = device_of(handle);
+    *out = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkCreateDescriptorSetLayout", 0);
+    bool usual = !info->pNext && !info->flags;
+    for (uint32_t i = 0; i < info->bindingCount; i++) {
+        const VkDescriptorSetLayoutBinding *b = &info->pBindings[i];
+        usual &= b->binding == i && b->descriptorType == VK_DESCRIPTOR_TYPE_STORAGE_BUFFER &&
+                 b->descriptorCount == 1 && b->stageFlags == VK_SHADER_STAGE_COMPUTE_BIT;
+    }
+    for (Layout *l = d->layouts; l && usual && result == VK_SUCCESS && !*out; l = l->next)
+        if (!l->pipeline && l->size == info->bindingCount)
+            *out = l->set;
+    if (result == VK_SUCCESS && !*out) {
+        result = keep(d, "vkCreateDescriptorSetLayout", 0,
+            d->CreateDescriptorSetLayout(handle, info, allocator, out));
+        d->counters.layouts += result == VK_SUCCESS;
+        if (result == VK_SUCCESS && usual)
+            share(d, *out, VK_NULL_HANDLE, info->bindingCount);
+    }
+    d->unfinished.set_layout = *out;
+    return result;
+}
+
+static VKAPI_ATTR VkResult VKAPI_CALL CreatePipelineLayout(
+    VkDevice handle, const VkPipelineLayoutCreateInfo *info, const VkAllocationCallbacks *allocator,
+    VkPipelineLayout *out)
+{
+    Device *d = device_of(handle);
+    *out = VK_NULL_HANDLE;
+    VkResult result = refused(d, "vkCreatePipelineLayout", 0);
+    const VkPushConstantRange *range = info->pPushConstantRanges;
+    const bool usual = !info->pNext && !info->flags && info->setLayoutCount == 1 &&
+                       info->pushConstantRangeCount == 1 && range->offset == 0 &&
+                       range->stageFlags == VK_SHADER_STAGE_COMPUTE_BIT;
+    for (Layout *l = d->layouts; l && usual && result == VK_SUCCESS && !*out; l = l->next)
+        if (l->pipeline && l->set == info->pSetLayouts[0] && l->size == range->size)
+            *out = l->pipeline;
+    if (result == VK_SUCCESS && !*out) {
+        result = keep(d, "vkCreatePipelineLayout", 0, d->CreatePipelineLayout(handle, info, allocator, out));
+        d->counters.layouts += result == VK_SUCCESS;
+        if (result == VK_SUCCESS && usual)
+            share(d, info->pSetLayouts[0], *out, range->size);
+    }
+    d->unfinished.layout = *out;
+    return result;
+}
+
+static VKAPI_ATTR void VKAPI_CALL DestroyDescriptorSetLayout(
+    VkDevice handle, VkDescriptorSetLayout set, const VkAllocationCallbacks *allocator)
+{
+    Device *d = device_of(handle);
+    for (Layout *l = d->layouts; l; l = l->next)
+        if (l->set == set)
+            return;
+    d->DestroyDescriptorSetLayout(handle, set, allocator);
+}
+
+static VKAPI_ATTR void VKAPI_CALL DestroyPipelineLayout(
+    VkDevice handle, VkPipelineLayout pipeline, const VkAllocationCallbacks *allocator)
+{
+    Device *d = device_of(handle);
+    for (Layout *l = d->layouts; l; l = l->next)
+        if (l->pipeline && l->pipeline == pipeline)
+            return;
+    d->DestroyPipelineLayout(handle, pipeline, allocator);
+}
 
 static VKAPI_ATTR VkResult VKAPI_CALL AllocateDescriptorSets(
     VkDevice handle, const VkDescriptorSetAllocateInfo *info, VkDescriptorSet *out)
@@ -799,9 +900,9 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
         return result;
     }
     d->DestroyPipelineCache(handle, u.cache, NULL); /* null is fine for each of these */
-    d->DestroyPipelineLayout(handle, u.layout, NULL);
+    DestroyPipelineLayout(handle, u.layout, NULL);
     d->DestroyShaderModule(handle, u.shader, NULL);
-    d->DestroyDescriptorSetLayout(handle, u.set_layout, NULL);
+    DestroyDescriptorSetLayout(handle, u.set_layout, NULL);
     d->DestroyDescriptorPool(handle, u.pool, NULL);
     return result;
 }
@@ -1077,7 +1178,8 @@ static PFN_vkVoidFunction intercepted(const char *name)
         OURS(AllocateMemory), OURS(FreeMemory), OURS(BindBufferMemory), OURS(MapMemory),
         OURS(FlushMappedMemoryRanges), OURS(CreateDescriptorPool), OURS(CreateDescriptorSetLayout),
         OURS(AllocateDescriptorSets), OURS(UpdateDescriptorSets), OURS(CreateShaderModule),
-        OURS(CreatePipelineLayout), OURS(CreatePipelineCache), OURS(CreateComputePipelines),
+        OURS(CreatePipelineLayout), OURS(DestroyDescriptorSetLayout), OURS(DestroyPipelineLayout),
+        OURS(CreatePipelineCache), OURS(CreateComputePipelines),
         OURS(CreateFence), OURS(CreateCommandPool), OURS(DestroyCommandPool),
         OURS(AllocateCommandBuffers), OURS(FreeCommandBuffers), OURS(BeginCommandBuffer),
         OURS(EndCommandBuffer), OURS(CmdPipelineBarrier), OURS(CmdDispatch), OURS(CmdCopyBuffer),
