@@ -89,6 +89,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "invalid_on_purpose: breaks Vulkan's rules; not run under validation")
 
 
+# The files that take longest, the longest first: where there are several processes, the last to finish should
+# have little left.
+LONGEST = (
+    "kernels_matmul", "validation", "gemma", "growth", "kernels_matmul_lanes", "families", "logits",
+    "demo_model", "kernels_experts", "kernels_attention", "kernels_sample", "full_shape", "experts", "bench",
+)  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one process of several; in one alone each device is opened once
+        rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     expected = set((os.environ.get("XINFER_VK_TEST_DEVICES") or "lavapipe,swiftshader").split(","))
     missing = expected - {d.id for d in DEVICES}

@@ -7,44 +7,39 @@ rounding; that these prompts have no such place is seen from the NumPy runtime's
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pytest
 
 from xinfer_vk import LLM
 
-PROMPTS = [
-    ("What is the capital of France?", False),
-    ("def fibonacci(n):\n    ", True),
-    ("Water boils at", True),
+PROMPTS = [  # text, whether it is raw, and how the model continues it
+    ("What is the capital of France?", False, (504, 3575, 282, 4649, 314, 7042, 30)),
+    ("def fibonacci(n):\n    ", True, (753, 3987, 46477, 24, 94, 727, 466, 585)),
+    ("Water boils at", True, (216, 33, 32, 32, 4742, 51, 28, 527)),
 ]
-NEW_TOKENS = 8
 
 
-@pytest.fixture(scope="module")
-def expected(demo_model: Path) -> list[tuple[int, ...]]:
-    """Continuations by the NumPy runtime, and a look at how safe each choice was."""
+def test_exact_arithmetic_chooses_these_tokens_by_a_safe_margin(demo_model: Path) -> None:
+    """In one forward pass of the NumPy runtime for each."""
     with LLM(demo_model, device="numpy", kv_dtype="f32") as llm:
-        out = []
-        for prompt, raw in PROMPTS:
+        for prompt, raw, continuation in PROMPTS:
             ids = llm.encode(prompt, raw=raw)
-            result = llm.generate(ids, max_new_tokens=NEW_TOKENS)
-            history = [*ids, *result.token_ids]
-            logits = llm.logits(history)[len(ids) - 1 : len(history) - 1]
+            logits = llm.logits([*ids, *continuation[:-1]])[len(ids) - 1 :]
+            assert tuple(logits.argmax(axis=1)) == continuation
             best = np.sort(logits, axis=1)[:, -2:]
             assert (best[:, 1] - best[:, 0]).min() > 0.01, "a margin too small to expect agreement"
-            out.append(result.token_ids)
-        assert llm.tokenizer.decode(out[0]) == "The capital of France is Paris."
-        return out
+        assert llm.tokenizer.decode(PROMPTS[0][2]) == "The capital of France is Paris."
 
 
-def test_every_device_continues_as_numpy_does(
-    device: object, demo_model: Path, expected: list[tuple[int, ...]]
-) -> None:
-    with LLM(demo_model, device=str(device.index), kv_dtype="f32", context=128) as llm:  # type: ignore
-        for (prompt, raw), want in zip(PROMPTS, expected):
-            got = llm.generate(llm.encode(prompt, raw=raw), max_new_tokens=NEW_TOKENS)
-            assert got.token_ids == want, prompt
+def test_every_device_continues_as_exact_arithmetic_does(device: Any, demo_model: Path) -> None:
+    """On SwiftShader a few tokens only: all of it takes 2 minutes of CPU, and agreed."""
+    few = device.id == "swiftshader"
+    with LLM(demo_model, device=str(device.index), kv_dtype="f32", context=128) as llm:
+        for prompt, raw, continuation in PROMPTS[2:] if few else PROMPTS:
+            tokens = 3 if few else 8
+            got = llm.generate(llm.encode(prompt, raw=raw), max_new_tokens=tokens)
+            assert got.token_ids == continuation[:tokens], prompt
             assert got.metrics.bytes_read_per_token == 4
 
 
