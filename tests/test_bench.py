@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +15,11 @@ from cli_helpers import assert_one_error, xinfer
 from xinfer_vk.cli.app import run
 from xinfer_vk.cli.bench_plot import lines
 from xinfer_vk.cli.bench_report import FORMATS as OUTPUTS
-from xinfer_vk.cli.bench_report import as_csv, as_markdown
-from xinfer_vk.engine.bench import Bench, Workload, load_subject, measure_peak
+from xinfer_vk.cli.bench_report import as_csv, as_markdown, as_record, fitted_table, markdown_table
+from xinfer_vk.cli.output import OutputError, ReaderGone
+from xinfer_vk.engine.bench import Bench, Peak, Workload, load_subject, measure_peak
 from xinfer_vk.engine.costs import Batch, plan_cost
-from xinfer_vk.errors import DeviceError, DeviceLostError
+from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.layout import FORMATS, matrix_words
 from xinfer_vk.kernels.peak import COPY_LOCAL_SIZE, peak_copy, peak_fma
@@ -168,6 +170,15 @@ def test_a_bench_runs_what_a_test_says(runtime, tiny, fmt):
     assert tg.cost.kv_bytes == 2 * 2 * 2 * 16 * 2 * 3 * (34 + 35 + 36 + 37)
 
 
+def test_bytes_of_a_step_are_those_of_a_chunk(tiny, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.engine.bench.PREFILL_CHUNK", 16)
+    subject = load_subject(NumpyRuntime(), "tiny:f32", synthetic=True)
+    bench = Bench(subject, [Workload("pp", 40)], "f16")
+    measured = bench.measure(Workload("pp", 40), repeats=1, warm_up=0)
+    record = as_record(bench, measured, Peak(1.0, 1.0), 1, 0)
+    assert record["steps"] == 3 and record["read_per_step_bytes"] == measured.cost.bytes / 3
+
+
 def test_a_profile_has_every_kernel_of_a_step(runtime, tiny):
     subject = load_subject(runtime, "tiny:bf16", synthetic=True)
     bench = Bench(subject, [Workload("tg", 8, 20, 2)], "f16")
@@ -271,6 +282,7 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
         (["-b", "0"], ["-b 0"]),
         (["-s", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
         (["--plot", "/dev/null/x"], ["/dev/null/x"]),
+        (["-s", "smollm2-135m:f16", "--quantize", "q8_0"], ["--quantize q8_0", "-s smollm2-135m:q8_0"]),
         (["compare", "/nowhere.json", "/nowhere.json"], ["/nowhere.json"]),
         (["compare", __file__, __file__], ["no results of bench"]),
     ],
@@ -311,6 +323,112 @@ def test_a_model_that_fails_does_not_take_the_others_along(capsys, tiny):
     code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
     assert code == 1 and "error: /nowhere.gguf" in err
     assert [json.loads(line)["test"] for line in out.splitlines()] == ["pp2", "tg1"]
+
+
+def test_it_is_the_same_on_the_device_that_is_the_default(capsys, tiny, monkeypatch):
+    monkeypatch.setenv("XINFER_VK_DEVICE", "numpy")
+    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT[:-2], "-o", "jsonl")
+    assert code == 1 and "error: /nowhere.gguf" in err and len(out.splitlines()) == 2
+
+
+def test_a_device_that_cannot_be_opened_does_not_take_the_others_along(capsys, tiny, monkeypatch):
+    def open_runtime(name):
+        if name == "7":
+            raise DeviceError("it is held by another program")
+        return NumpyRuntime()
+
+    monkeypatch.setattr("xinfer_vk.cli.bench._devices", lambda wanted: iter(("7", "numpy", "7")))
+    monkeypatch.setattr("xinfer_vk.vulkan.runtime.open_runtime", open_runtime)
+    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
+    assert code == 1 and len(out.splitlines()) == 2
+    assert err == "error: device 7: it is held by another program\n"
+
+
+def test_devices_are_known_before_anything_is_measured_and_measured_once(capsys, tiny, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.vulkan.devices.list_devices", list)
+    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--device", "nosuch", "-o", "jsonl")
+    assert code == 2 and not out and "'nosuch'" in err
+    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--device", "NumPy", "-o", "jsonl")
+    assert code == 0 and len(out.splitlines()) == 2
+    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT[:-1], "all", "-o", "jsonl")
+    assert code == 1 and not out and "--device all: none can be used" in err
+
+
+def test_what_cannot_be_printed_is_not_measured_on(capsys, tiny, monkeypatch):
+    calls = []
+
+    def full(record):
+        calls.append(record)
+        raise OutputError("cannot write to standard output: No space left on device")
+
+    monkeypatch.setattr("xinfer_vk.cli.bench_report.say_json", full)
+    code, _, err = bench(capsys, "-s", "tiny:q8_0,tiny:f32", *SHORT, "-o", "jsonl")
+    assert code == 1 and len(calls) == 1 and err.startswith("error: cannot write to standard output")
+
+
+def test_products_are_tuned_as_they_are_made_and_the_tuner_is_heard(capsys, tiny, monkeypatch):
+    asked = []
+
+    def tune(runtime, matrices, how, **options):
+        asked.append((how, options["activations"]))
+        return ("matvec 128 is off by 2 here: it is not used",)
+
+    monkeypatch.setattr("xinfer_vk.engine.bench.tune_products", tune)
+    code, _, err = bench(
+        capsys, "-s", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
+    )
+    assert code == 0 and asked == [("full", "int8")] and "matvec 128 is off by 2" in err
+
+
+def test_each_model_and_kv_format_shows_its_own_memory(capsys, tiny, monkeypatch):
+    resets = []
+    monkeypatch.setattr("xinfer_vk.engine.bench.reset_peak_host_bytes", lambda: resets.append(1))
+    both = ("--kv-dtype", "f16", "--kv-dtype", "f32")
+    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, *both)
+    lines = [line for line in out.splitlines() if line.startswith("tiny:q8_0: ")]
+    assert code == 0 and len(resets) == 2
+    assert [(" of KV cache in f16" in line, " of KV cache in f32" in line) for line in lines] == [
+        (True, False),
+        (False, True),
+    ]
+    assert all(line.endswith("; 4 bytes read back a token") for line in lines)
+
+
+def test_two_cards_of_a_kind_are_two_tables(capsys, tiny):
+    _, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json")
+    rows = json.loads(out)
+    table = as_markdown([{**row, "device_index": i} for i in range(2) for row in rows])
+    assert [line.split("|")[3].strip() for line in table.splitlines() if line.startswith("| ")].count(
+        "pp2"
+    ) == 2
+    assert sum(line.startswith("NumPy reference (") for line in table.splitlines()) == 2
+
+
+def test_tables_fit_a_narrow_terminal(capsys, tiny):
+    _, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
+    rows = json.loads(out)
+    assert as_markdown(rows, 400) == as_markdown(rows)
+    for columns in (80, 60):
+        table = [line for line in as_markdown(rows, columns).splitlines() if line.startswith("|")]
+        titles = [cell.strip() for line in table for cell in line.split("|")]
+        assert max(map(len, table)) <= columns
+        assert {"tok/s", "range", "of FMA", "host µs", "µs a call"} <= set(titles)
+
+
+def test_a_table_is_cut_into_ones_that_begin_with_the_same_columns():
+    titles = ("model", "test", "aa", "bb", "cc")
+    rows = [["m", "pp", "1", "2", "3"], ["m", "tg", "4", "5", "6"]]
+    assert fitted_table(titles, rows, 2, None) == fitted_table(titles, rows, 2, 80)
+    assert fitted_table(titles, rows, 2, 18) == [
+        "model m", "",
+        "| test | aa | bb |", "| ---- | -: | -: |", "| pp   |  1 |  2 |", "| tg   |  4 |  5 |", "",
+        "| test | cc |", "| ---- | -: |", "| pp   |  3 |", "| tg   |  6 |",
+    ]  # fmt: skip
+
+
+def test_no_name_of_a_file_breaks_a_table():
+    lines = markdown_table(("model", "tok/s"), [["a|b\n c", "1.0"]])
+    assert lines[2] == "| a\\|b c |   1.0 |"
 
 
 @pytest.mark.parametrize("form", OUTPUTS)
@@ -360,6 +478,40 @@ def test_rows_that_were_measured_are_kept_whatever_ends_it(
     assert [path.name for path in tmp_path.iterdir()] == ["context.png"]
 
 
+def test_plots_are_drawn_though_nobody_reads_and_hide_no_error(capsys, tiny, monkeypatch, tmp_path):
+    def gone(text, **more):
+        raise ReaderGone
+
+    arguments = ("-s", "tiny:q8_0", *SHORT, "-p", "2,3", "-o", "json", "--plot", str(tmp_path))
+    monkeypatch.setattr("xinfer_vk.cli.bench_report.say", gone)
+    code, _, err = bench(capsys, *arguments)
+    assert code == 0 and (tmp_path / "context.png").exists() and "error" not in err
+
+    def refuse(*args):
+        raise UsageError("cannot write the plot")
+
+    monkeypatch.setattr("xinfer_vk.cli.bench_report.save_plots", refuse)
+    monkeypatch.setattr("xinfer_vk.cli.bench_report.say", lambda text: None)
+    code, _, err = bench(capsys, *arguments)
+    assert code == 2 and err.endswith("error: cannot write the plot\n")
+    real, count = Bench.measure, iter(range(9))
+
+    def interrupted(*args):
+        if next(count):
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    code, _, err = bench(capsys, *arguments)
+    assert code == 130 and "error: cannot write the plot" in err
+
+
+def test_a_plot_folder_is_tried_before_anything_is_measured(capsys, tiny, monkeypatch, tmp_path):
+    monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
+    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--plot", str(tmp_path))
+    assert code == 2 and not out and f"'{tmp_path}' is not writable" in err
+
+
 def test_a_profile_that_only_a_later_row_has_is_a_column(capsys, tiny):
     rows = [record(), {**record("tg9"), "profile": {"step": "x"}}]
     again = list(csv.DictReader(io.StringIO(as_csv(rows))))
@@ -390,8 +542,8 @@ def results(tmp_path):
 
 def test_compare_tells_ratios_their_noise_and_what_differs(capsys, results):
     a = results("a.json", [record(features=["x", "y"]), record("pp8"), record("tg8 @ d4")])
-    faster = record(runs=(0.5, 0.51, 0.49), device="b")
-    same = record("pp8", runs=(1.02, 0.98, 1.0), device="b", version="2", features=["y", "z"])
+    faster = record(runs=(0.5, 0.51, 0.49), device="b", version="2", features=["y", "z"])
+    same = record("pp8", runs=(1.02, 0.98, 1.0), device="b", version="2")
     b = results("b.jsonl", [same, faster, record("tg9", device="b")], lines=True)
     code, out, _ = bench(capsys, "compare", a, b)
     assert code == 0
@@ -411,10 +563,45 @@ def test_compare_pairs_rows_of_the_same_device_where_a_file_has_several(capsys, 
     assert [round(row["ratio"], 2) for row in rows] == [0.5, 2.0]
 
 
+def test_compare_tells_of_rows_that_differ_whatever_their_order(capsys, results):
+    a = results("a.json", [record(format="q4_0"), record("pp8", format="q8_0", tune="off")])
+    b = results("b.json", [record("pp8", format="q8_0", tune="quick"), record(format="q4_0")])
+    told = json.loads(bench(capsys, "compare", a, b, "--json")[1])["different"]
+    assert told == {"tune": ["off", "quick"]}
+
+
+def test_compare_tells_what_two_files_have_that_match_in_nothing(capsys, results):
+    a = results("a.json", [record(device="x"), record(device="y")])
+    code, out, err = bench(capsys, "compare", a, results("b.json", [record(device="z")]))
+    assert code == 2 and not out and "x m f16 tg8, y m f16 tg8" in err and "z m f16 tg8" in err
+
+
+def test_compare_reads_what_windows_puts_in_front(capsys, results, tmp_path):
+    a = results("a.json", [record()])
+    (tmp_path / "b.json").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.json").read_bytes())
+    assert bench(capsys, "compare", a, str(tmp_path / "b.json"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"run_s": []}, {"run_s": [0.0]}, {"run_s": [float("nan")]}, {"run_s": 3}, {"run_s": None},
+        {"batch": float("inf")}, {"batch": 10**400}, {"batch": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_compare_refuses_rows_without_rates(capsys, results, odd):
+    a, b = results("a.json", [record()]), results("b.json", [record(), {**record("pp8"), **odd}])
+    code, out, err = bench(capsys, "compare", a, b)
+    assert code == 2 and not out and err.startswith(f"error: {b}: no results of bench") and "bug" not in err
+
+
 def test_one_run_says_nothing_of_its_noise(capsys, results):
     a, b = (results(f"{i}.json", [record(runs=(1.0 + i,))]) for i in range(2))
     _, out, _ = bench(capsys, "compare", a, b)
     assert "0.500" in out and "unknown" in out
+    strict = json.loads(bench(capsys, "compare", a, b, "--json")[1], parse_constant=pytest.fail)
+    assert strict["rows"][0]["noise"] is None
 
 
 # -- plots ------------------------------------------------------------------------------------------

@@ -104,11 +104,19 @@ def test_choices_are_kept_and_a_damaged_file_is_made_again(gpu, timed, tmp_path:
     again.profile = replace(again.profile, simd=False)
     tune(again, [put(again)], folder=tmp_path)
     assert len(timed["calls"]) == first and chosen(again, 8) == "matvec 128"
-    for damage in ("", "{", "[]", '{"choices": {"a": 1}, "crashed": [], "running": []}', '{"choices": 3}'):
+    odd = '{"choices": {}, "crashed": [], "running": [], "thorough": [1, "a"]}'
+    for damage in (
+        "",
+        "{",
+        "[]",
+        '{"choices": {"a": 1}, "crashed": [], "running": []}',
+        '{"choices": 3}',
+        odd,
+    ):
         file.write_text(damage)
         tune(again, [put(again)], folder=tmp_path)
         assert json.loads(file.read_text())["choices"], damage
-    assert len(timed["calls"]) == 6 * first
+    assert len(timed["calls"]) == 7 * first
 
 
 def test_full_tries_what_quick_left_out_and_quick_keeps_what_full_found(gpu, timed, tmp_path: Path) -> None:
@@ -146,7 +154,8 @@ def test_a_variant_that_ended_the_program_is_left_alone(gpu, timed, tmp_path: Pa
     timed["raises"] = {}
     notes = tune(gpu, [put(gpu)], folder=tmp_path)
     assert chosen(gpu, 1) == "default" and chosen(gpu, 8) == "matvec 128"
-    assert any("ended the program" in note for note in notes)
+    (file,) = tmp_path.iterdir()
+    assert any("ended the program" in note and str(file) in note for note in notes)
 
 
 def test_ctrl_c_and_another_process_that_tunes_are_no_crash(gpu, timed, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from xinfer_vk.cli.bench_compare import command as compare
 from xinfer_vk.cli.bench_plot import check_plot_folder
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES, TUNE_OPTION
+from xinfer_vk.cli.output import OutputError
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 
@@ -51,14 +53,17 @@ COUNTS = Counts()
     "-s",
     multiple=True,
     metavar="SHAPE:FORMAT",
-    help="Random weights of a known shape, made on the device. May be repeated, or a list with commas.",
+    help="Random weights of a known shape, such as qwen2.5-0.5b:q4_0, made on the device. May be repeated, "
+    "or a list with commas. help:f16 names the shapes.",
 )
 @click.option("--device", "devices", multiple=True, help="As for generate, or all. May be repeated.")
 @click.option("--prompt-tokens", "-p", type=COUNTS, default=(512,), help="Prefill so many. [default: 512]")
 @click.option("--new-tokens", "-n", type=COUNTS, default=(128,), help="Decode so many. [default: 128]")
 @click.option("--depth", "-d", type=COUNTS, default=(0,), help="Tokens in the cache before. [default: 0]")
 @click.option("--batch", "-b", type=COUNTS, default=(1,), help="Sequences at once. [default: 1]")
-@click.option("--repeats", "-r", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option(
+    "--repeats", "-r", type=click.IntRange(min=1), default=5, show_default=True, help="Runs that count."
+)
 @click.option("--warm-up", type=click.IntRange(min=0), default=1, show_default=True, help="Runs left out.")
 @click.option(
     "--kv-dtype",
@@ -73,8 +78,20 @@ COUNTS = Counts()
 @ACTIVATIONS_OPTION
 @TUNE_OPTION
 @click.option("--profile", is_flag=True, help="Also the time of each kernel in a step of each row.")
-@click.option("--plot", type=click.Path(file_okay=False), metavar="DIR", help="Also draw plots there.")
-@click.option("--output", "-o", type=click.Choice(FORMATS), default="md", show_default=True)
+@click.option(
+    "--plot",
+    type=click.Path(file_okay=False, writable=True),
+    metavar="DIR",
+    help="Also draw plots there.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Choice(FORMATS),
+    default="md",
+    show_default=True,
+    help="A table, or every figure as data. jsonl prints each row as it comes.",
+)
 @click.option("--quiet", "-q", is_flag=True, help="Print the results and nothing else.")
 @click.pass_context
 def command(
@@ -101,7 +118,8 @@ def command(
 
     Rates are medians over the repetitions with their range; beside them the bytes of weights and KV cache
     and the flops of a second, and their share of what small kernels of ours copy and compute on the same
-    device in the same run. docs/benchmarks.md explains every column. -p 0 or -n 0 leaves a kind out.
+    device in the same run. -p 0 or -n 0 leaves a kind out. Ctrl-C prints what was measured until then.
+    docs/benchmarks.md explains every column.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -119,21 +137,41 @@ def command(
         raise UsageError("nothing to measure: -p and -n are both 0")
     if 0 in batch:
         raise UsageError("-b 0: a batch has at least one sequence")
-    if plot is not None:
-        check_plot_folder(plot)
     made = [name for text in synthetic for name in text.split(",")]
     subjects = [*((m, False) for m in models), *((s, True) for s in made)] or [(DEFAULT_MODEL, False)]
     for name in made:
         check_workloads(open_synthetic(name)[0].config, tests)  # before anything is measured
-    several = len(subjects) * len(kv_dtype) * len(devices) > 1 or "all" in devices
+    if quantize is not None and made and not models:
+        raise UsageError(
+            f"--quantize {quantize} is for models that are files (-m): write a shape's format behind it, "
+            f"as in -s {made[0].partition(':')[0]}:{quantize}"
+        )
+    wanted = list(dict.fromkeys(_devices(devices)))
+    if plot is not None:
+        check_plot_folder(plot)
+    several = len(subjects) * len(kv_dtype) * len(wanted) > 1
     failed = False
+
+    @contextmanager
+    def others_may_do(what: str) -> Iterator[None]:
+        """Of several, one that fails is told, and does not take the others along."""
+        nonlocal failed
+        try:
+            yield
+        except OutputError:
+            raise
+        except XinferError as error:
+            if not several:
+                raise
+            failed = True
+            progress.tell(f"error: {what}: {error}")
+
     with (
         ProgressBar(enabled=False if quiet else None) as progress,
         Report(output, plot, progress) as report,
     ):
-        for device in _devices(devices):
-            runtime = open_runtime(device)
-            try:
+        for device in wanted:
+            with others_may_do(f"device {device}"), closing(open_runtime(device)) as runtime:
                 if not quiet:
                     for notice in runtime.notices:
                         progress.tell(notice)
@@ -141,27 +179,25 @@ def command(
                 peak = measure_peak(runtime)
                 progress("measuring the device", 1, 1)
                 for (model, is_synthetic), kv in product(subjects, kv_dtype):
-                    try:
+                    with others_may_do(f"{model} on {runtime.profile.name}"):
                         subject = load_subject(
                             runtime,
                             model,
                             synthetic=is_synthetic,
-                            quantize=quantize,
+                            quantize=None if is_synthetic else quantize,
+                            activations=activations,
                             tune=tune,
+                            tests=tests,
                             progress=progress,
                         )
                         try:
+                            if not quiet:
+                                for note in subject.notes:
+                                    progress.tell(note)
                             bench = Bench(subject, tests, kv, progress, activations)
                             _measure(bench, tests, repeats, warm_up, profile, peak, report, progress)
                         finally:
                             subject.free()
-                    except XinferError as error:
-                        if not several:
-                            raise
-                        failed = True  # the others may do
-                        progress.tell(f"error: {model} on {runtime.profile.name}: {error}")
-            finally:
-                runtime.close()
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -200,13 +236,19 @@ def _measure(
 
 
 def _devices(wanted: Sequence[str]) -> Iterator[str | None]:
-    """What to open, in turn. "all" is every device that can be used."""
+    """What to open, in turn; "all" is every device that can be used. Raises :class:`UsageError` for a name
+    that fits none and :class:`DeviceError` for one that cannot be used: now, not after an hour of others."""
+    from xinfer_vk.vulkan.devices import choose_device, list_devices
+
     if not wanted:
         yield None
     for name in wanted:
         if name.lower() != "all":
-            yield name
+            chosen = choose_device(name).device
+            yield str(chosen.index) if chosen else "numpy"
             continue
-        from xinfer_vk.vulkan.devices import list_devices
-
-        yield from (str(device.index) for device in list_devices() if not device.rejected)
+        found = list_devices()
+        if all(device.rejected for device in found):
+            reasons = "; ".join(f"{device.name}: {device.rejected}" for device in found)
+            raise DeviceError(f"--device all: none can be used ({reasons}); --device numpy needs none")
+        yield from (str(device.index) for device in found if not device.rejected)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from xinfer_vk.cli.bench_report import markdown_table
-from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.bench_report import fitted_table
+from xinfer_vk.cli.output import say, say_json, terminal_columns
 from xinfer_vk.engine.metrics import format_rate
 from xinfer_vk.errors import UsageError
 
 KEY = ("model", "kv_dtype", "test")  # rows that can be compared
 TOLD = (
     "version", "commit", "device", "driver", "layer", "features", "subgroup_size", "cpu", "system", "format",
-    "tune", "warm_up", "repeats",
+    "tune", "warm_up", "repeats", "synchronised",
 )  # fmt: skip
 # Student's t, 97.5 %, by degrees of freedom from 1: how many standard errors a difference must be to mean
 # something, when the errors themselves come from so few runs.
@@ -41,8 +41,9 @@ def command(before: str, after: str, as_json: bool) -> None:
         a, b = ({key[1:]: r for key, r in side.items()} for side in (a, b))
     rows = [compared(a[key], b[key]) for key in a if key in b]
     if not rows:
-        raise UsageError(f"{before} and {after} have no row of the same model, KV format and test")
-    changed = differences(next(iter(a.values())), next(iter(b.values())))
+        sides = "; ".join(f"{name} has {listed(side)}" for name, side in ((before, a), (after, b)))
+        raise UsageError(f"no row of the same model, KV format and test (and device, of several): {sides}")
+    changed = differences([(a[key], b[key]) for key in a if key in b])
     only = {before: [" ".join(k) for k in a if k not in b], after: [" ".join(k) for k in b if k not in a]}
     if as_json:
         say_json({"before": before, "after": after, "different": changed, "only_in": only, "rows": rows})
@@ -55,13 +56,13 @@ def command(before: str, after: str, as_json: bool) -> None:
             format_rate(row["before_tok_per_s"]),
             format_rate(row["after_tok_per_s"]),
             f"{row['ratio']:.3f}",
-            f"± {row['noise']:.3f}" if math.isfinite(row["noise"]) else "?",
+            "?" if row["noise"] is None else f"± {row['noise']:.3f}",
             row["verdict"],
         ]
         for row in rows
     ]
     titles = ("model", "KV", "test", "before tok/s", "after tok/s", "ratio", "noise", "")
-    say("\n".join([*([""] if changed else []), *markdown_table(titles, cells)]))
+    say("\n".join([*([""] if changed else []), *fitted_table(titles, cells, len(KEY), terminal_columns())]))
     if len(rows) > 1:
         mean = statistics.geometric_mean(row["ratio"] for row in rows)
         say(f"\ngeometric mean of {len(rows)} ratios: {mean:.3f}")
@@ -74,7 +75,7 @@ def read_results(path: str) -> dict[tuple[str, ...], dict[str, Any]]:
     """Rows by device, model, KV format and test; of several with the same, the last. Raises
     :class:`UsageError` for a file that cannot be read or holds something else."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # Windows may have put a mark in front
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
@@ -84,9 +85,11 @@ def read_results(path: str) -> dict[tuple[str, ...], dict[str, Any]]:
             records = [json.loads(line) for line in text.splitlines() if line.strip()]
         found = {tuple(str(r[name]) for name in ("device", *KEY)): dict(r) for r in records}
         for record in found.values():
-            if not all(rate > 0 for rate in rates(record)):
-                raise ValueError("a rate")
-    except (ValueError, KeyError, TypeError) as error:
+            if not rates(record) or not all(0 < rate < math.inf for rate in rates(record)):
+                raise ValueError("run_s has no seconds in it")
+    except KeyError as error:
+        raise UsageError(f"{path}: no results of bench --output json or jsonl (no {error})") from error
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise UsageError(f"{path}: no results of bench --output json or jsonl ({error})") from error
     if not found:
         raise UsageError(f"{path}: there are no results in it")
@@ -100,7 +103,8 @@ def rates(record: Mapping[str, Any]) -> list[float]:
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """One row: the ratio of the medians, and half the width of its 95 % interval."""
+    """One row: the ratio of the medians, and half the width of its 95 % interval, None where that is not
+    known."""
     before, after = rates(a), rates(b)
     ratio = statistics.median(after) / statistics.median(before)
     runs = min(len(before), len(after))
@@ -112,7 +116,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         "before_tok_per_s": statistics.median(before),
         "after_tok_per_s": statistics.median(after),
         "ratio": ratio,
-        "noise": noise,
+        "noise": noise if math.isfinite(noise) else None,
         "verdict": verdict if math.isfinite(noise) else "one run: unknown",
     }
 
@@ -125,6 +129,11 @@ def relative_error(values: Sequence[float]) -> float:
     return 1.2533 * statistics.stdev(values) / math.sqrt(len(values)) / statistics.median(values)
 
 
+def listed(keys: Iterable[Sequence[str]], most: int = 3) -> str:
+    names = [" ".join(key) for key in keys]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def described(was: Any, now: Any) -> str:
     """``a → b``, or for lists what came and what went."""
     if isinstance(was, list) and isinstance(now, list):
@@ -133,6 +142,12 @@ def described(was: Any, now: Any) -> str:
     return f"{was} → {now}"
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What is not the same about the two sides."""
-    return {name: (a.get(name), b.get(name)) for name in TOLD if a.get(name) != b.get(name)}
+def differences(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, tuple[Any, Any]]:
+    """What is not the same about the two sides: of the first row that differs."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in TOLD:
+        for a, b in pairs:
+            if a.get(name) != b.get(name):
+                found[name] = (a.get(name), b.get(name))
+                break
+    return found

@@ -13,7 +13,7 @@ MOST_KERNELS = 7  # of a bar; the others are one more
 
 
 def check_plot_folder(folder: str) -> None:
-    """Raise :class:`UsageError` if nothing can be drawn or written there. Makes the folder."""
+    """Raise :class:`UsageError` if nothing can be drawn. Makes the folder."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

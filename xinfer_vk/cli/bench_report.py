@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from xinfer_vk.cli.bench_plot import save_plots
-from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.output import say, say_json, terminal_columns
 from xinfer_vk.engine.metrics import format_rate, peak_host_bytes
+from xinfer_vk.errors import UsageError
 from xinfer_vk.units import format_bytes
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": runtime.profile.name,
+        "device_index": info.index if info else None,
         "device_type": info.type if info else "cpu",
         "driver": runtime.driver,
         "api_version": ".".join(map(str, info.api_version)) if info else None,
@@ -90,7 +92,6 @@ def environment(runtime: Runtime) -> dict[str, Any]:
 def as_record(bench: Bench, m: Measurement, peak: Peak, repeats: int, warm_up: int) -> dict[str, Any]:
     """One row. Times in seconds, rates of a second; a repetition's cost over the median's time."""
     subject, int8 = bench.subject, bench.activations == "int8"
-    steps = m.steps if m.test.kind == "tg" else 1
     decode = m.test.kind == "tg"
     bytes_per_s, flops_per_s = m.cost.bytes / m.median_s, m.cost.flops / m.median_s
     return {
@@ -133,7 +134,7 @@ def as_record(bench: Bench, m: Measurement, peak: Peak, repeats: int, warm_up: i
         "barriers_per_token": m.barriers / m.tokens,
         "host_s_per_step": m.host_step_s,
         "bytes_read_per_token": m.bytes_read / m.tokens,
-        "read_per_step_bytes": m.cost.bytes / steps,
+        "read_per_step_bytes": m.cost.bytes / m.steps,
         "weight_bytes": subject.weight_bytes,
         "kv_bytes": m.kv_bytes,
         "device_bytes": subject.runtime.allocated_bytes,
@@ -195,15 +196,29 @@ class Report:
         self._progress.close()
         if not self.records:
             return
+        try:
+            self._print()
+        finally:  # the plots are files of their own
+            self._draw(error)
+
+    def _print(self) -> None:
         if self._form == "json":
             say(json.dumps(self.records, indent=1))
         elif self._form == "csv":
             say(as_csv(self.records), end="")
         elif self._form == "md":
-            say(as_markdown(self.records))
-        if self._plots is not None:
+            say(as_markdown(self.records, terminal_columns()))
+
+    def _draw(self, error: BaseException | None) -> None:
+        if self._plots is None:
+            return
+        try:
             for path in save_plots(self._plots, self.records):
                 self._progress.tell(f"plot: {path}")
+        except UsageError as problem:
+            if error is None:
+                raise
+            self._progress.tell(f"error: {problem}")  # what ended it is told last
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
@@ -227,17 +242,25 @@ COLUMNS = (
     "model", "KV", "test", "tok/s", "range", "TTFT or TPOT", "GB/s", "of copy", "GFLOP/s", "of FMA",
     "dispatches", "barriers", "host µs",
 )  # fmt: skip
+KEYS = 3  # of these say which row it is
 
 
-def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table for each device, with what all its rows share above it."""
+def as_markdown(records: Sequence[Mapping[str, Any]], columns: int | None = None) -> str:
+    """A table for each device, with what all its rows share above it. ``columns``: of the terminal."""
     parts = []
-    for device in dict.fromkeys((r["device"], r["driver"]) for r in records):
-        rows = [r for r in records if (r["device"], r["driver"]) == device]
-        parts.append("\n".join([headline(rows[0]), "", *markdown_table(COLUMNS, [cells(r) for r in rows])]))
-        parts.append("\n".join(memory_line(r) for r in {r["model"]: r for r in rows}.values()))
-        parts += [profile_table(r) for r in rows if "profile" in r]
+    for device in dict.fromkeys(map(_device, records)):
+        rows = [r for r in records if _device(r) == device]
+        table = fitted_table(COLUMNS, [cells(r) for r in rows], KEYS, columns)
+        parts.append("\n".join([headline(rows[0]), "", *table]))
+        models = {(r["model"], r["kv_dtype"]): r for r in rows}  # the last of each: it knows the peak
+        parts.append("\n".join(map(memory_line, models.values())))
+        parts += [profile_table(r, columns) for r in rows if "profile" in r]
     return "\n\n".join(parts)
+
+
+def _device(r: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Two cards may be the same in all but their place."""
+    return r["device"], r["driver"], r["device_index"]
 
 
 PROFILE_COLUMNS = (
@@ -245,7 +268,7 @@ PROFILE_COLUMNS = (
 )  # fmt: skip
 
 
-def profile_table(r: Mapping[str, Any]) -> str:
+def profile_table(r: Mapping[str, Any], columns: int | None = None) -> str:
     """Where the time of a row's step goes, the largest share first."""
     profile = r["profile"]
     rows = []
@@ -268,7 +291,7 @@ def profile_table(r: Mapping[str, Any]) -> str:
     title = f"{r['model']}, {r['test']}: {_ms(profile['seconds'])} of the device for {profile['step']}"
     if r["tpot_s"] is not None:
         title += f", {_ms(r['tpot_s'])} as the host sees it"
-    return "\n".join([title, "", *markdown_table(PROFILE_COLUMNS, rows)])
+    return "\n".join([title, "", *fitted_table(PROFILE_COLUMNS, rows, 1, columns)])
 
 
 def _ms(seconds: float) -> str:
@@ -288,9 +311,11 @@ def headline(r: Mapping[str, Any]) -> str:
 def memory_line(r: Mapping[str, Any]) -> str:
     sizes = ("weight_bytes", "kv_bytes", "device_bytes", "peak_host_bytes")
     weights, kv, device, host = (format_bytes(r[name]) for name in sizes)
+    back = f"; {r['bytes_read_per_token']:.0f} bytes read back a token" if r["new_tokens"] else ""
     return (
-        f"{r['model']}: {weights} of weights, {kv} of KV cache, loaded in {r['load_s']:.2f} s, tuned "
-        f"in {r['tune_s']:.2f} s; {device} on the device, {host} at most of the process"
+        f"{r['model']}: {weights} of weights, {kv} of KV cache in {r['kv_dtype']}, loaded in "
+        f"{r['load_s']:.2f} s, tuned in {r['tune_s']:.2f} s; {device} on the device, {host} at most of the "
+        f"process{back}"
     )
 
 
@@ -315,6 +340,7 @@ def cells(r: Mapping[str, Any]) -> list[str]:
 
 def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a GitHub table that also reads as plain text: text to the left, numbers to the right."""
+    rows = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]  # names of files
     widths = [max(map(len, column)) for column in zip(titles, *rows)]
     numeric = [all(not row[i] or row[i][0].isdigit() for row in rows) for i in range(len(titles))]
 
@@ -324,3 +350,30 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
     rule = ("-" * (w - 1) + ":" if right else "-" * w for w, right in zip(widths, numeric))
     return [line(titles), f"| {' | '.join(rule)} |", *map(line, rows)]
+
+
+def fitted_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], keys: int, columns: int | None
+) -> list[str]:
+    """The table, or, where its lines are longer than ``columns``, several that are not, one below the other:
+    each begins with the first ``keys`` columns, of which those that are the same in every row stand above."""
+    whole = markdown_table(titles, rows)
+    if columns is None or len(whole[0]) <= columns:
+        return whole
+    same = [i for i in range(keys - 1) if len({row[i] for row in rows}) == 1]
+    named = [i for i in range(keys) if i not in same]
+    parts: list[list[int]] = []
+    for i in range(keys, len(titles)):
+        more = [*(parts[-1] if parts else named), i]
+        if not parts or (len(parts[-1]) > len(named) and len(_columns(titles, rows, more)[0]) > columns):
+            more = [*named, i]
+            parts.append(more)
+        parts[-1] = more
+    above = [", ".join(f"{titles[i]} {rows[0][i]}" for i in same), ""] if same else []
+    tables = [_columns(titles, rows, part) for part in parts]
+    return [*above, *(line for table in tables for line in (*table, ""))][:-1]
+
+
+def _columns(titles: Sequence[str], rows: Sequence[Sequence[str]], chosen: Sequence[int]) -> list[str]:
+    """The table of some of its columns."""
+    return markdown_table([titles[i] for i in chosen], [[row[i] for i in chosen] for row in rows])

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import select
+import shutil
 import sys
 from typing import Any, TextIO
 
@@ -112,6 +113,11 @@ def say(text: str, end: str = "\n") -> None:
 def say_json(record: Any) -> None:
     """Print a record as a line of JSON, in ASCII where standard output is not UTF-8."""
     say(json.dumps(record, ensure_ascii=not _is_utf8(sys.stdout)))
+
+
+def terminal_columns() -> int | None:
+    """How wide the terminal is that standard output goes to; None where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def printable(text: str) -> str:

@@ -54,6 +54,7 @@ class Subject:
     load_s: float
     tune: Tune
     tune_s: float
+    notes: tuple[str, ...]  # of the tuner, for the user
     runtime: Runtime
     planner: WeightPlanner = field(repr=False)
 
@@ -68,11 +69,15 @@ def load_subject(
     *,
     synthetic: bool,
     quantize: str | None = None,
+    activations: str = "f32",
     tune: Tune = "quick",
+    tests: Sequence[Workload] = (),
     progress: Progress | None = None,
 ) -> Subject:
     """Put a model on the device: ``model`` as for :class:`~xinfer_vk.engine.llm.LLM`, or SHAPE:FORMAT if
-    ``synthetic``. ``quantize`` as there. No tokenizer is read. Raises what these raise."""
+    ``synthetic``. ``quantize`` and ``activations`` as there. ``tests`` that it cannot run are refused before
+    anything is loaded. No tokenizer is read. Raises what these raise."""
+    reset_peak_host_bytes()  # each model is to show its own
     began = time.perf_counter()
     planner: WeightPlanner
     if synthetic:
@@ -85,16 +90,19 @@ def load_subject(
         fmt = main_format(source)
         planner = WeightPlanner(source, runtime.profile)
     with source:
+        if tests:
+            check_workloads(source.config, tests)
         weights = family(source.config.architecture).load(planner, source.config)
         tell = progress or (lambda stage, done, total: None)
         planner.upload(runtime, lambda done, total: tell("loading weights", done, total))
     loaded = time.perf_counter()
-    tune_products(
-        runtime, matrices(weights), tune, progress=lambda done, total: tell("choosing kernels", done, total)
-    )
+    notes = tune_products(
+        runtime, matrices(weights), tune, activations=activations,
+        progress=lambda done, total: tell("choosing kernels", done, total),
+    )  # fmt: skip
     return Subject(
         source.name, fmt, synthetic, source.config, weights, planner.total_bytes,
-        loaded - began, tune, time.perf_counter() - loaded, runtime, planner,
+        loaded - began, tune, time.perf_counter() - loaded, notes, runtime, planner,
     )  # fmt: skip
 
 
@@ -127,7 +135,6 @@ def measure_peak(runtime: Runtime) -> Peak:
     finally:
         runtime.free(source)
         runtime.free(target)
-    reset_peak_host_bytes()  # models are to show their own
     flops = groups * FMA_LOCAL_SIZE * FMA_ROUNDS * FLOPS_PER_ROUND
     return Peak(copies * 2 * words * WORD_BYTES, loops * flops)
 

@@ -171,7 +171,10 @@ class Tuner:
         best, best_s, reference = "default", np.inf, np.empty(0, np.float32)
         for name in shape.variants(self._runtime.profile, self._quick):
             if file.crashed(shape, name):
-                problems.append(f"{name} for {shape.key} ended the program last time: it is not used")
+                problems.append(
+                    f"{name} for {shape.key} ended the program last time: it is not used; without "
+                    f"{file.path} it is tried again"
+                )
                 continue
             file.begin(shape, name)
             try:
@@ -282,7 +285,7 @@ class ChoiceFile:
             record = json.loads(self.path.read_text(encoding="utf-8"))
             choices, crashed, running = record["choices"], record["crashed"], record["running"]
             thorough = set(record["thorough"])
-            if not all(isinstance(v, str) for pair in choices.items() for v in pair):
+            if not all(isinstance(v, str) for v in (*choices, *choices.values(), *thorough)):
                 raise ValueError("a choice that is no text")
             if not isinstance(crashed, list) or not isinstance(running, list):
                 raise ValueError("no lists")
