@@ -20,6 +20,7 @@ from xinfer_vk.engine.runner import Chunk, ModelRunner, make_runner
 from xinfer_vk.errors import NumericError, OutOfMemoryError, UsageError
 from xinfer_vk.kernels import state as st
 from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.text.stream import StreamDecoder
 
 PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 33, [100]]
 
@@ -80,9 +81,7 @@ def test_decode_steps_have_the_state_that_any_batch_has(llm: LLM) -> None:
             if batch[0].length >= 96:
                 runner.cache.truncate(batch[0], 3)
             tokens = [int(t) for t in rng.integers(0, llm.config.vocab_size, len(batch))]
-            for sequence in batch:
-                runner.cache.reserve(sequence, 2)
-            runner._prepare_decode(batch, tokens)
+            runner._prepare_decode(batch, tokens, 2)
             got = runner._words.tolist()
             runner._decoding = [-1]
             runner._prepare([Chunk(s, [t]) for s, t in zip(batch, tokens)])
@@ -92,6 +91,23 @@ def test_decode_steps_have_the_state_that_any_batch_has(llm: LLM) -> None:
     finally:
         runner.free()
         runner.cache.free()
+
+
+def test_text_is_made_when_someone_wants_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, step_by_step: None
+) -> None:
+    """Not between two steps of a batch, where the device waits; after each where it may end the answer."""
+    read: list[int] = []
+    real = StreamDecoder.push
+    monkeypatch.setattr(StreamDecoder, "push", lambda self, token: read.append(token) or real(self, token))
+    seen: list[int] = []
+    for fields, each in (({}, 0), ({"stop": ["zzz"]}, len(PROMPTS))):
+        read.clear()
+        results = llm.batch(
+            PROMPTS, max_new_tokens=5, ignore_eos=True, on_step=lambda made: seen.append(len(read)), **fields
+        )
+        assert seen[-2] == each * 4 and len(read) == 5 * len(PROMPTS)
+        assert [r.text for r in results] == [llm.tokenizer.decode(r.token_ids) for r in results]
 
 
 def used(words: list[int], batch: list[CachedSequence], runner: ModelRunner) -> list[list[int]]:

@@ -52,7 +52,7 @@ class BlockAllocator:
             self._free.append(block)
 
 
-@dataclass
+@dataclass(slots=True)
 class CachedSequence:
     """What the cache holds of one sequence: ``length`` tokens in ``blocks``; ``row`` is its line in
     the device's block table.

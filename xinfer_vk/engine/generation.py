@@ -92,7 +92,8 @@ class Generation:
         self.watched = bool(p.stop or p.bad_words or p.logprobs is not None)
         self._stops = StopStrings(self.params.stop)
         self._pieces: list[Piece] = []
-        self._made_by: list[int] = []  # for each piece, how many tokens had been generated
+        self._made_by: list[int] = []  # for each piece, how many tokens it took
+        self._read = 0  # of the tokens generated, those whose text is among the pieces or held back
         self._last = self.started  # when the last token came
         self._shown = 0  # pieces that take() has given out
         self.metrics.prompt_tokens = len(self.prompt_ids)
@@ -126,34 +127,32 @@ class Generation:
 
     def accept(self, token: int, logprobs: TokenLogprobs | None, now: float, compile_s: float = 0.0) -> None:
         """Take a chosen token; ends the generation if it or the text says so. ``compile_s`` of the time
-        since the last one went into compiling."""
-        metrics = self.metrics
+        since the last one went into compiling. The device waits meanwhile, so its text is made when someone
+        wants it."""
         if self.generated:
-            metrics.token_s.append(now - self._last - compile_s)
+            self.metrics.token_s.append(now - self._last - compile_s)
         self._last = now
         if token in self.end_ids:
-            if self.generated:
-                metrics.decode_tokens += 1
             self.stop = token
             self.finish("stop")
             return
-        if self.generated:
-            metrics.decode_tokens += 1
         self.generated.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        text = self.decoder.push(token)
-        self._show(self._stops.push(text) if self.params.stop else text)
-        if self._stops.found is not None:
-            self.stop = self._stops.found
-            self.finish("stop")
-        elif len(self.generated) >= self.params.max_new_tokens:
+        if self.params.stop:
+            self._make_text()
+            if self._stops.found is not None:
+                self.stop = self._stops.found
+                self.finish("stop")
+                return
+        if len(self.generated) >= self.params.max_new_tokens:
             self.finish("length")
 
     def finish(self, reason: str) -> None:
         """End it. Text held back comes out, unless it was cut by a stop string."""
         if self.finish_reason is not None:
             return
+        self._make_text()
         self.finish_reason = reason
         if self._stops.found is None:
             self._show(self._stops.push(self.decoder.finish()))
@@ -163,6 +162,7 @@ class Generation:
 
     def take(self) -> Iterator[Piece]:
         """The text made and not given out yet, in pieces."""
+        self._make_text()
         while self._shown < len(self._pieces):
             self._shown += 1
             yield self._pieces[self._shown - 1]
@@ -175,10 +175,12 @@ class Generation:
         kept = self._made_by[self._shown - 1] if self._shown else 0
         del self._pieces[self._shown :], self._made_by[self._shown :]
         del self.generated[kept:], self.logprobs[kept:]
+        self._read = kept
         self.finish_reason, self.stop = "interrupted", None
 
     def result(self) -> GenerationResult:
         """What there is; complete once ``finish_reason`` is set."""
+        self._make_text()
         return GenerationResult(
             text="".join(piece for piece in self._pieces if not piece.thinking),
             thinking="".join(piece for piece in self._pieces if piece.thinking),
@@ -194,13 +196,19 @@ class Generation:
             prompt_logprobs=tuple(self.prompt_logprobs) if self.want_prompt_logprobs else None,
         )
 
+    def _make_text(self) -> None:
+        """Of the tokens that came since it was made last."""
+        for token in self.generated[self._read :]:
+            self._read += 1
+            self._show(self._stops.push(self.decoder.push(token)))
+
     def _show(self, text: str) -> None:
         if text:
             self._append([Piece(text)] if self.splitter is None else self.splitter.push(text))
 
     def _append(self, pieces: Sequence[Piece]) -> None:
         self._pieces += pieces
-        self._made_by += [len(self.generated)] * len(pieces)
+        self._made_by += [self._read] * len(pieces)
 
 
 def sibling(

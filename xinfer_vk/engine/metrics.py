@@ -24,7 +24,6 @@ class Metrics:
     prefill_s: float = 0.0
     compile_s: float = 0.0  # making pipelines and recording plans on first use; in TTFT, not in the rates
     ttft_s: float = 0.0
-    decode_tokens: int = 0
     token_s: list[float] = field(default_factory=list)  # of each token after the first: TPOT
     dispatches_per_token: int = 0
     bytes_read_per_token: float = 0.0
@@ -32,6 +31,11 @@ class Metrics:
     weight_bytes: int = 0
     peak_host_bytes: int = 0
     device_bytes: int = 0
+
+    @property
+    def decode_tokens(self) -> int:
+        """Those after the first."""
+        return len(self.token_s)
 
     @property
     def decode_s(self) -> float:
@@ -70,6 +74,7 @@ class Metrics:
         del fields["token_s"]
         return {
             **fields,
+            "decode_tokens": self.decode_tokens,
             "decode_s": self.decode_s,
             "tpot_mean_s": self.tpot_s(),
             "tpot_p50_s": self.tpot_s(50),

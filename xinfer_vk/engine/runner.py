@@ -184,14 +184,13 @@ class ModelRunner:
         emptied: so it touches as little as it can. Raises what :meth:`run` raises."""
         assert 1 <= steps <= MAX_AHEAD and (steps == 1 or not self.rope.by_length)
         rows = len(sequences)
-        for sequence in sequences:
-            self.cache.reserve(sequence, steps)
-        self._unless_closed(self._prepare_decode, sequences, tokens)
-        planned = planned_rows(self.runtime.profile, rows)
-        recorded, self.last_plan = self._plan(planned, bucket(rows), head, steps)
+        self._unless_closed(self._prepare_decode, sequences, tokens, steps)
+        planned, outputs = planned_rows(self.runtime.profile, rows), bucket(rows)
+        recorded, self.last_plan = self._plan(planned, outputs, head, steps)
         recorded.run()
-        self.device_s += recorded.seconds
-        self._note_time(rows, recorded.seconds / steps, GROWTH_AHEAD if steps > 1 else GROWTH)
+        seconds = recorded.seconds
+        self.device_s += seconds
+        self._note_time(outputs, seconds / steps, GROWTH_AHEAD if steps > 1 else GROWTH)
         self.steps_run += steps
         self.bytes_read += steps * rows * WORD_BYTES
         results, width = self._results, self.max_outputs
@@ -215,11 +214,11 @@ class ModelRunner:
         fitting = min(most, MAX_AHEAD, int(AHEAD_S / max(step_s, 1e-6)))
         return 1 << max(fitting, 1).bit_length() - 1
 
-    def _note_time(self, sequences: int, seconds: float, growth: float) -> None:
-        """Remember what a decode step takes: the shortest time lately, since the first one of a plan and
-        those of a busy machine say little. ``growth``: of what is remembered, at most; several steps as one
-        say more, and a context that has become long must soon be seen."""
-        key = bucket(sequences)
+    def _note_time(self, key: int, seconds: float, growth: float) -> None:
+        """Remember what a decode step takes, of so many sequences as the bucket ``key``: the shortest time
+        lately, since the first one of a plan and those of a busy machine say little. ``growth``: of what is
+        remembered, at most; several steps as one say more, and a context that has become long must soon be
+        seen."""
         self._step_s[key] = min(seconds, self._step_s.get(key, seconds) * growth)
 
     def time_steps(self, chunks: Sequence[Chunk], repeats: int) -> tuple[Plan, np.ndarray]:
@@ -303,7 +302,7 @@ class ModelRunner:
         self.rope.write([(chunk.sequence, len(chunk.token_ids)) for chunk in chunks])
         return rows
 
-    def _prepare_decode(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> None:
+    def _prepare_decode(self, sequences: Sequence[CachedSequence], tokens: Sequence[int], steps: int) -> None:
         """The same for one token of each sequence, whose logits are wanted. Most of it stands in the buffer
         since the step before."""
         s, host = state_layout, self._words
@@ -317,6 +316,8 @@ class ModelRunner:
             self._decoding = rows
         for i, sequence in enumerate(sequences):
             position, blocks = sequence.length, sequence.blocks
+            if position + steps > len(blocks) * s.BLOCK_TOKENS:
+                self.cache.reserve(sequence, steps)
             if blocks != self._tables[sequence.row]:
                 self._write_table(sequence)
             host[s.TOKEN_ID + i] = tokens[i]
