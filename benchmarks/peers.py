@@ -209,8 +209,7 @@ def compare(ours: Worker, peer: Worker | LlamaBench, sizes: Sizes) -> Iterator[d
             "test": str(test),
             "rounds": sizes.rounds,
             "ratio": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
+            "ratios": ratios,
             "ours_tok_per_s": mine,
             "peer_tok_per_s": theirs,
             "ours_about": ours.about,
@@ -225,9 +224,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     titles = ("model", "peer", "test", "rounds", "xinfer-vk tok/s", "peer tok/s", "xinfer-vk ÷ peer")
     lines = [f"| {' | '.join(titles)} |", "| --- | --- | --- |" + " ---: |" * (len(titles) - 3)]
     for r in rows:
-        ratios = [a / b for a, b in zip(r["ours_tok_per_s"], r["peer_tok_per_s"])]
         rates = [spread(r[side], 1) for side in ("ours_tok_per_s", "peer_tok_per_s")]
-        cells = (r["model"], r["peer"], r["test"], str(r["rounds"]), *rates, f"**{spread(ratios, 2)}**")
+        cells = (r["model"], r["peer"], r["test"], str(r["rounds"]), *rates, f"**{spread(r['ratios'], 2)}**")
         lines.append(f"| {' | '.join(cells)} |")
     engines = dict.fromkeys(about for r in rows for about in (r["ours_about"], r["peer_about"]))
     load, cores = max(r["load_average"] for r in rows), len(rows[0]["cores"])

@@ -86,7 +86,8 @@ class Scheduler:
     def _step(self) -> list[Generation]:
         ended = self._end_stopped()
         self._admit()
-        if self._running and not self.runner.rope.by_length and all(g.prefilled for g in self._running):
+        self._renew_keys()
+        if self._running and all(g.prefilled for g in self._running):
             self._decode()
         elif batch := self._batch():
             self._run(batch)
@@ -177,23 +178,26 @@ class Scheduler:
             assert generation.sequence is not None
             if room == 0:
                 break
-            if generation.prefilled and self.runner.rope.must_recompute(generation.sequence):
-                self._recompute(generation)
             tokens = generation.next_tokens(room)
             last = generation.prefilled or generation.fed + len(tokens) == len(generation.prompt_ids)
             batch.append((generation, Chunk(generation.sequence, tokens, "last" if last else "none")))
             room -= len(tokens)
         return batch
 
-    def _recompute(self, generation: Generation) -> None:
-        """Run everything but the token chosen last anew, for positions that are told in another way."""
-        sequence, tokens = generation.sequence, generation.tokens
-        assert sequence is not None
-        self.runner.cache.truncate(sequence, 0)
-        sequence.expected = len(tokens)
-        for at in range(0, len(tokens) - 1, self.runner.max_tokens):
-            piece = tokens[at : min(at + self.runner.max_tokens, len(tokens) - 1)]
-            self.runner.run([Chunk(sequence, piece, "none")])
+    def _renew_keys(self) -> None:
+        """Run everything but the token chosen last anew where positions are told in another way from now
+        on."""
+        for generation in self._running:
+            sequence = generation.sequence
+            assert sequence is not None
+            if not (generation.prefilled and self.runner.rope.must_recompute(sequence)):
+                continue
+            tokens = generation.tokens
+            self.runner.cache.truncate(sequence, 0)
+            sequence.expected = len(tokens)
+            for at in range(0, len(tokens) - 1, self.runner.max_tokens):
+                piece = tokens[at : min(at + self.runner.max_tokens, len(tokens) - 1)]
+                self.runner.run([Chunk(sequence, piece, "none")])
 
     def _run(self, batch: list[tuple[Generation, Chunk]]) -> None:
         """A step of the model. Plans that are recorded for it count as compiling, not as its time."""
@@ -231,8 +235,9 @@ class Scheduler:
         self._decoded, self._counted = True, (runner.last_plan, steps)
         compile_s = runner.compile_s - compiled
         each = (time.perf_counter() - began - compile_s) / steps
-        for generation in running:
-            generation.metrics.compile_s += compile_s
+        if compile_s:
+            for generation in running:
+                generation.metrics.compile_s += compile_s
         for step, tokens in enumerate(out):
             now = began + compile_s + (step + 1) * each
             for row, (generation, token) in enumerate(zip(running, tokens)):
