@@ -64,6 +64,27 @@ layout(constant_id = 2) const uint ALIGNED = 1u; // x_offset and x_stride are mu
     #define FOR_PARTS const uint from = 0u;
 #endif
 
+// What the products of token t are multiplied by if its row of x is a begun norm (xinfer_vk/kernels/split_norm.py).
+float norm_factor(uint t) {
+    if (p.norm_eps < 0.0)
+        return 1.0;
+    const uint at = p.x_offset + t * p.x_stride + p.cols;
+    vec4 squares = vec4(0.0);
+#ifdef BROADCAST_SUBGROUP
+    const uint lane = gl_LocalInvocationID.x;
+    for (uint i = 4u * lane; i < p.cols / 4u; i += 32u)
+        squares += load_x4(at + i);
+    float sum = dot(squares, vec4(1.0));
+    [[unroll]] for (uint bit = 1u; bit < 8u; bit *= 2u)
+        sum += subgroupShuffle(sum, lane ^ bit);
+#else
+    for (uint i = 0u; i < p.cols / 4u; i += 4u)
+        squares += load_x4(at + i);
+    const float sum = dot(squares, vec4(1.0));
+#endif
+    return 1.0 / sqrt(sum / float(p.cols) + p.norm_eps);
+}
+
 void main() {
     const uint lane = gl_LocalInvocationID.x;
     const uint row = gl_WorkGroupID.x * 32u + lane * 4u;
@@ -76,9 +97,8 @@ void main() {
 
     vec4 acc[TOKENS];
     uint x_at[TOKENS];
-    const vec4 start = load_bias(row);
     FOR_TOKENS {
-        acc[t] = start;
+        acc[t] = vec4(0.0);
         x_at[t] = p.x_offset + x_row(min(t0 + t, max(used, 1u) - 1u)) * p.x_stride; // unused rows are not read
     }
     const uint blocks = t0 < used ? p.cols / 32u : 0u;
@@ -232,6 +252,7 @@ void main() {
                 FOR_TOKENS acc[t] += v[i] * load_x(x_at[t]++);
     }
 #endif
+    const vec4 row_bias = load_bias(row);
     for (uint t = 0u; t < min(TOKENS, used - min(used, t0)); t++)
-        store(row, t0 + t, acc[t]);
+        store(row, t0 + t, norm_factor(t0 + t) * acc[t] + row_bias);
 }

@@ -457,8 +457,9 @@ def test_rows_of_x_may_begin_anywhere(fmt: str, runtime: Any, profile: DevicePro
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_product_ends_the_norm_of_what_it_multiplies(fmt: str, runtime: Any) -> None:
-    profile = replace(runtime.profile, simd=False)
+def test_a_product_ends_the_norm_of_what_it_multiplies(
+    fmt: str, runtime: Any, profile: DeviceProfile
+) -> None:
     for tokens, used, epilogue in ((1, 1, "swiglu"), (8, 5, "store")):
         product = Product(fmt, 38, whole_blocks(fmt, 96), tokens, used, epilogue, bias=True, ends=True)
         check(product, runtime, profile)
@@ -475,9 +476,15 @@ def test_a_product_begins_the_norm_of_what_it_stores(
     check(replace(product, tokens=16, used=9, gap=1), runtime, profile)  # by another family on GPUs
 
 
-def test_norms_of_long_rows(runtime: Any) -> None:
-    profile = replace(runtime.profile, simd=False)
+def test_norms_of_long_rows(runtime: Any, profile: DeviceProfile) -> None:
     check(Product("q8_0", 9, 8192, 2, 2, ends=True), runtime, profile)
+
+
+@pytest.mark.parametrize("fmt", ("f32", "q4_1"))
+def test_norms_need_no_subgroup_of_eight(fmt: str, runtime: Any) -> None:
+    profile = replace(runtime.profile, simd=True, subgroup_size=4)
+    for tokens in (1, 8):
+        check(Product(fmt, 64, 96, tokens, tokens, "add", True, begins=True, ends=True), runtime, profile)
 
 
 def test_outputs_are_counted_by_their_own_word_of_the_state(runtime: Any, profile: DeviceProfile) -> None:
@@ -575,7 +582,8 @@ def _linear(**changed: Any) -> list[Step]:
         ({"begin": Begin(Ref(OTHER), Ref(OTHER))}, "must lie in the buffers"),
         ({"begin": Begin(Ref(OTHER), Ref(OTHER)), "epilogue": "swiglu"}, "swiglu cannot begin a norm"),
         ({"begin": Begin(Ref(OTHER), Ref(OTHER)), "epilogue": "argmax"}, "argmax cannot begin a norm"),
-        ({"fmt": "f32", "cols": 40, "norm_eps": 1e-6}, "cannot end a norm of 40 columns"),
+        ({"fmt": "f32", "cols": 40, "norm_eps": 1e-6}, "cannot end a norm of 1 x 40"),
+        ({"tokens": 9, "norm_eps": 1e-6}, "cannot end a norm of 9 x 64"),
         ({"count": "rows"}, "rows"),
         ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 2, 0, 8)]}, "word 2"),
         ({"parts": [Part(Buffer("w", 64, BufferKind.WEIGHTS), 0, 4, 8)]}, "row 4"),

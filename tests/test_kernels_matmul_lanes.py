@@ -82,6 +82,24 @@ def test_bias_and_epilogues_equal_float64(epilogue: str, runtime: Any, profile: 
         check(Product("q4_1", 38, 128, 16, 13, epilogue, bias), runtime, profile)
 
 
+@pytest.mark.parametrize("fmt", ("f32", "q4_1", "q6_k"))
+def test_products_begin_and_end_norms(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
+    """Of rows that are one chunk, two with a block beyond the row, and more than there are tokens."""
+    for tokens, used, blocks in ((1, 1, 2), (1, 1, 3), (2, 2, 3), (3, 3, 2), (8, 5, 2), (8, 8, 3)):
+        whole = Product(fmt, 96, columns(fmt, blocks) // 32 * 32, tokens, used, ends=True)
+        check(whole, runtime, profile)
+        check(replace(whole, rows=70, epilogue="swiglu", bias=True, gap=1), runtime, profile)
+        added = replace(whole, epilogue="add", begins=True, bias=used > 1)
+        check(added, runtime, profile)
+        check(replace(added, ends=False, splits=(40, 72)), runtime, profile)
+
+
+def test_kernels_of_prompts_know_of_no_norms(runtime: Any, profile: DeviceProfile) -> None:
+    for changed in ({"ends": True}, {"begins": True}):
+        with pytest.raises(ValueError, match=r"cannot (begin|end) a norm of 16"):
+            Setup(Product("q4_1", 96, 64, 16, 16, **changed)).run(runtime, profile)
+
+
 @pytest.mark.parametrize("fmt", ("f32", "q4_0"))
 def test_windows_of_x_meet(fmt: str, runtime: Any, profile: DeviceProfile, unrolled: Any) -> None:
     unrolled(9)

@@ -18,9 +18,13 @@ from test_logits import MODELS, TOLERANCE, Loaded, worst
 
 from xinfer_vk.kernels.rmsnorm import normalized
 from xinfer_vk.kernels.split_norm import begun, begun_words, norm_factors
+from xinfer_vk.plan import DeviceProfile
 from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
 
 ON_GPU = replace(NUMPY_PROFILE, simd=False)
+ON_LAVAPIPE = replace(
+    NUMPY_PROFILE, subgroup_size=8, features=frozenset({"buffer_address", "subgroup_shuffle"})
+)
 
 
 def separate(model: Loaded, tokens: int, outputs: int) -> int:
@@ -63,15 +67,15 @@ def test_device_logits_with_the_kernels_of_a_gpu_equal_transformers(
     assert worst(got, data["logits"][:16]) <= TOLERANCE
 
 
-def test_plans_for_few_tokens_on_gpus_have_the_first_norm_and_one_that_gathers() -> None:
-    model = Loaded(NumpyRuntime(ON_GPU), FOLDER / "qwen3")
+@pytest.mark.parametrize("profile", (NUMPY_PROFILE, ON_GPU, ON_LAVAPIPE), ids=("cpu", "gpu", "lavapipe"))
+def test_plans_for_few_tokens_have_the_first_norm_and_one_that_gathers(profile: DeviceProfile) -> None:
+    model = Loaded(NumpyRuntime(profile), FOLDER / "qwen3")
     norms = 2 * model.config.layers + 1
     assert [separate(model, *shape) for shape in ((1, 1), (1, 0), (8, 8), (4, 1))] == [1, 1, 2, 2]
     assert separate(model, 16, 16) == norms
-    assert separate(Loaded(NumpyRuntime(), FOLDER / "qwen3"), 1, 1) == norms
-    experts = Loaded(NumpyRuntime(ON_GPU), FOLDER / "mixtral")  # the norm before a router stays
+    experts = Loaded(NumpyRuntime(profile), FOLDER / "mixtral")  # the norm before a router stays
     assert separate(experts, 1, 1) == 1 + 2 * experts.config.layers
-    post = Loaded(NumpyRuntime(ON_GPU), FOLDER / "olmo2")  # norms after the blocks, and of q and k
+    post = Loaded(NumpyRuntime(profile), FOLDER / "olmo2")  # norms after the blocks, and of q and k
     assert separate(post, 1, 1) == 4 * post.config.layers + 1
 
 

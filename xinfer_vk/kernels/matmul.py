@@ -62,6 +62,7 @@ TILE_LANES, TILE_ROWS, TILE_TOKENS = 256, 64, (16, 32, 64)  # 32 fit the 16 KiB 
 COOP_LANES, COOP_ROWS, COOP_TOKENS = 128, 128, (16, 32, 64)
 COOP_TEAMS, TEAM_TOKENS = (1, 2, 4, 8), 32
 ARGMAX_ROWS = 4  # that the epilogue "argmax" makes a pair of; matmul_lanes of ROWS
+NORM_FAMILIES = ("matvec", "matmul_simd", "matmul_lanes")  # can end norms
 SPLIT_FAMILIES = ("matmul_coop", "matmul_coop_check")
 
 Choice: TypeAlias = tuple[Kernel, int, int]  # and rows of W a workgroup computes, for how many tokens
@@ -473,11 +474,12 @@ def linear(
                 profile, fmt, part.rows, cols, tokens, oracle_of(fmt, argmax_rows=ROWS), epilogue == "argmax"
             )
         if found is not None:
-            if begin is not None:
-                raise ValueError(f"{label}: {found[0].name} cannot begin a norm")
             chosen, params = found, matmul_lanes.params_of(fmt, params, tokens)
-        if norm_eps is not None and not (split_norm.can_split(cols) and chosen[0].name.startswith("matvec.")):
-            raise ValueError(f"{label}: {chosen[0].name} cannot end a norm of {cols} columns")
+        if begin is not None and found is not None and tokens > matmul_lanes.NORM_TOKENS:
+            raise ValueError(f"{label}: {chosen[0].name} cannot begin a norm of {tokens} rows")
+        can_end = split_norm.can_split(cols) and tokens <= MATVEC_TOKENS
+        if norm_eps is not None and not (can_end and chosen[0].name.split(".")[0] in NORM_FAMILIES):
+            raise ValueError(f"{label}: {chosen[0].name} cannot end a norm of {tokens} x {cols} values")
         groups = (ceil_div(part.rows, chosen[1]), ceil_div(tokens, chosen[2]))
         steps.append(make_step(chosen[0], buffers, params, groups, label, independent or bool(steps)))
     return steps
@@ -491,10 +493,9 @@ def argmax_rows(steps: Sequence[Step]) -> int:
 
 def ends_norms(profile: DeviceProfile, fmt: str, rows: int, cols: int, tokens: int) -> bool:
     """Whether :func:`linear` can end an RMSNorm of ``tokens`` rows of f32 that such a matrix multiplies: for
-    few rows on GPUs. CPU devices have cheap dispatches, and loads that are dear."""
+    few rows."""
     return (
         split_norm.can_split(cols)
-        and not profile.simd
         and tokens <= MATVEC_TOKENS
         and not tuned_variant(profile, fmt, rows, cols, tokens).startswith("coop")
     )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 
+from xinfer_vk.kernels import split_norm
 from xinfer_vk.kernels.base import ceil_div
 from xinfer_vk.kernels.layout import BLOCK, BLOCK_LAYOUTS, ROWS, row_words, scale_words, shader_format
-from xinfer_vk.kernels.split_norm import NOT_SPLIT
 from xinfer_vk.plan import DeviceProfile, Kernel, OracleCall
 
 BINDINGS = ("w", "x", "y", "state", "bias")
@@ -19,11 +19,14 @@ PARAMS = (
     "w_offset:u", "rows:u", "cols:u", "first_row:u", "x_offset:u", "x_stride:u", "y_offset:u", "y_stride:u",
     "bias_offset:u", "epilogue:u", "count_at:u", "last_token:u", "row_words:u", "data_first:u",
     "w_low:u", "w_high:u", "x_low:u", "x_high:u", "y_low:u", "y_high:u", *(f"digits{i}:u" for i in range(8)),
+    *split_norm.PARAMS,
 )  # fmt: skip
 ADDRESSES = (("w_low", "w"), ("x_low", "x"), ("y_low", "y"))
 NO_BIAS = 0xFFFFFFFF
 
 TOKENS = (1, 2, 4, 8)  # of a workgroup
+# Products of at most so many tokens can begin and end norms. Kernels of prompts would pay for that in vain.
+NORM_TOKENS = TOKENS[-1]
 # Blocks that are unrolled for so many tokens: of a whole row, and of a chunk of a longer one. More of them
 # would run faster still, and take longer to compile: 18 blocks for 8 tokens take 1.8 s, 0.2 s of it at every
 # start. Where they are the same a token gets the same sums in any batch: 1 and 2 tokens are one class, more
@@ -74,7 +77,9 @@ def choose(
     fitting = (runs // count for runs in RUNS if groups * count >= WORKGROUPS * runs)
     each = max(1, next(fitting, 1))  # row groups of a workgroup
     lanes = ROWS * count * each
-    if lanes > profile.max_workgroup_invocations or lanes * tile * 4 > profile.max_shared_bytes:
+    norms = int(tokens <= NORM_TOKENS)
+    shared = lanes * tile * 4 + norms * lanes // ROWS * tile * 4
+    if lanes > profile.max_workgroup_invocations or shared > profile.max_shared_bytes:
         return None
     workgroups, digits = ceil_div(groups, each), 2  # or more: a small matrix takes a large one's kernel
     while workgroups > 8**digits:
@@ -82,7 +87,7 @@ def choose(
     whole = int(blocks * count == cols // BLOCK)
     spec = (
         ("local_size", lanes), ("tokens", tile), ("blocks", blocks), ("chunks", count), ("whole", whole),
-        ("digits", digits), ("argmax", int(argmax)),
+        ("digits", digits), ("argmax", int(argmax)), ("norms", norms),
     )  # fmt: skip
     return _kernel(fmt, spec, oracle), each * ROWS, tile
 
@@ -106,7 +111,6 @@ def _kernel(fmt: str, spec: tuple[tuple[str, int], ...], oracle: Callable[[Oracl
 
     def with_all_params(call: OracleCall) -> None:
         call.p.has_bias = int(call.p.bias_offset != NO_BIAS)
-        vars(call.p).update(NOT_SPLIT)
         oracle(call)
 
     name, shader = f"matmul_lanes.{fmt}", f"matmul_lanes.{shader_fmt}"

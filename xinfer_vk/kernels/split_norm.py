@@ -7,6 +7,8 @@ made, the root once to each sum of the product. So what adds to the residual str
 A begun row of ``cols`` values, in words: ``x * weight`` [cols], then the sums of the squares of every
 :data:`SUMMED` values of x [cols / SUMMED]. Each sum is made by whoever has its values in registers, so no
 workgroup waits for another; all of them are a quarter of a row to read for each that ends the norm.
+
+That pays for few rows, where a dispatch costs as much as the norm of all rows or more.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from xinfer_vk.kernels.base import Ref
 
 SUMMED = 4
-BLOCK = 16  # values of a row come in blocks of so many, or no norm of it is split: sums are read by fours
+BLOCK = 32  # values of a row come in blocks of so many, or no norm of it is split: sums are read by eights
 NOT_SPLIT: dict[str, int | float] = {"next_weight": 0, "next_offset": 0, "next_cols": 0, "norm_eps": -1.0}
 PARAMS = ("next_weight:u", "next_offset:u", "next_cols:u", "norm_eps:f")
 

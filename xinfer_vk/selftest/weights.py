@@ -169,12 +169,11 @@ def _variant_cases() -> list[Case]:
 
 
 def _split_norm(fmt: str, used: int, tokens: int) -> Build:
-    """A product that begins a norm and one that ends it, with the kernels of a GPU."""
+    """A product that begins a norm and one that ends it."""
     cols, hidden, rows = (256 if fmt in SUPER_FORMATS else 96), 256, 70
 
     def build(bench: Bench) -> list[Step]:
         rng = np.random.default_rng(tokens)
-        profile = dataclasses.replace(bench.profile, simd=False)
         down = _parts(bench, fmt, cols, (0, 128, hidden), rng)
         up = _parts(bench, fmt, hidden, (0, rows), rng)
         x = np.full((tokens, cols), np.nan, np.float32)
@@ -186,12 +185,12 @@ def _split_norm(fmt: str, used: int, tokens: int) -> Build:
         weight = Ref(bench.filled("weight", rng.standard_normal(hidden).astype("f4"), BufferKind.WEIGHTS))
         state, out = Batch(((0, used),), tokens).state_buffer(bench), Ref(bench.buffer("out", tokens * rows))
         begins = linear(
-            profile, fmt, down, cols, x_at, cols, residual, hidden, tokens, state, None, "add", "tokens",
-            begin=Begin(weight, normed),
+            bench.profile, fmt, down, cols, x_at, cols, residual, hidden, tokens, state, None, "add",
+            "tokens", begin=Begin(weight, normed),
         )  # fmt: skip
         return begins + linear(
-            profile, fmt, up, hidden, normed, begun_words(hidden), out, rows, tokens, state, None, "store",
-            "tokens", norm_eps=1e-5,
+            bench.profile, fmt, up, hidden, normed, begun_words(hidden), out, rows, tokens, state, None,
+            "store", "tokens", norm_eps=1e-5,
         )  # fmt: skip
 
     return build
@@ -242,10 +241,10 @@ def _cases() -> list[Case]:
     for fmt in ("f16", "q4_0", "q6_k"):
         for used, tokens in ((1, 1), (5, 8)):
             variant = f"{fmt}, {used} of {tokens} rows, a norm between two products"
-            cases += kernel_cases("linear", variant, _split_norm(fmt, used, tokens), PRODUCT)
+            build, classes = _split_norm(fmt, used, tokens), ("", "as on a GPU")
+            cases += kernel_cases("linear", variant, build, PRODUCT, classes=classes)
             variant = f"{fmt}, {used} of {tokens} rows, the largest of each row"
-            views, classes = {"result": "u32"}, ("", "as on a GPU")
-            build = _argmax(fmt, used, tokens)
+            build, views = _argmax(fmt, used, tokens), {"result": "u32"}
             cases += kernel_cases("linear", variant, build, PRODUCT, views=views, classes=classes)
     for fmt in ("q8_0", "q4_0", "q4_1", "int4_g128", "int8_g32"):
         for used, tokens, epilogue, bias, bounds in (
