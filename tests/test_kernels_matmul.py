@@ -262,6 +262,7 @@ def profile(request: pytest.FixtureRequest, runtime: Any) -> DeviceProfile:
 # tile is a shader of its own to compile, seconds on lavapipe. Here are units of one, two, four and eight
 # weights, with and without levels, and super-blocks.
 UNITS = ("f32", "f16", "q8_0", "q4_1", "q5_0", "q4_k", "q6_k")
+ON_LAVAPIPE = ("f16", "q4_k")  # of those whose kernels for GPUs are tested in more than their default form
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -302,7 +303,7 @@ def test_products_on_matrix_units_are_as_exact_as_f32(fmt: str, runtime: Any) ->
     """Where there are none, the same shader with ordinary arithmetic in their place is tested, for a few
     formats and on one device: it is slow to compile."""
     profile = replace(runtime.profile, simd=False)
-    if not multiplies_halves(profile, 16) and not (fmt in ("f16", "q4_k") and "llvmpipe" in profile.name):
+    if not multiplies_halves(profile, 16) and not (fmt in ON_LAVAPIPE and "llvmpipe" in profile.name):
         pytest.skip("no matrix units, and the format or the device is not one the shader is emulated for")
     check(
         Product(fmt, 150, cols_for(fmt, 5), 16, 11, bias=True, splits=(136,), halves=True), runtime, profile
@@ -328,6 +329,8 @@ def test_other_ways_to_use_matvec_equal_float64(fmt: str, name: str, runtime: An
     """Rows that end in the first and in the second group of 8 of a workgroup, columns that end a run of units
     early, rows of x that begin anywhere, unused rows, and epilogues that read what is there."""
     profile = replace(runtime.profile, simd=False)
+    if "llvmpipe" in profile.name and fmt not in ON_LAVAPIPE:
+        pytest.skip("lavapipe takes seconds to compile each: two formats are tested there")
     for rows, tokens, used, i, epilogue, gap in (
         (257, 1, 1, 7, "store", 0), (33, 1, 1, 6, "swiglu", 0), (74, 3, 3, 4, "add", 1),
         (8, 8, 5, 5, "store", 0),
@@ -381,6 +384,8 @@ def test_other_ways_to_use_matmul_equal_float64(fmt: str, name: str, runtime: An
     """One slice of 32 columns, two, an odd number and one that is not whole; rows that end in the first and
     in the second 64 of a workgroup; more tokens than a tile, and unused ones."""
     profile = replace(runtime.profile, simd=False)
+    if "llvmpipe" in profile.name and fmt not in ON_LAVAPIPE:
+        pytest.skip("lavapipe takes seconds to compile each: two formats are tested there")
     for rows, tokens, used, i, epilogue in (
         (150, 33, 33, 5, "store"), (65, 64, 40, 0, "add"), (74, 64, 9, 2, "swiglu"), (7, 70, 70, 7, "store"),
     ):  # fmt: skip
@@ -419,7 +424,7 @@ def test_subgroups_reduce_only_where_they_are_whole_and_full() -> None:
 def test_teams_on_matrix_units_add_up_their_columns(fmt: str, runtime: Any) -> None:
     """Blocks that the teams do not divide evenly, and fewer blocks than teams; emulated as above."""
     profile = replace(runtime.profile, simd=False)
-    if not multiplies_halves(profile, 16) and not (fmt in ("f16", "q4_k") and "llvmpipe" in profile.name):
+    if not multiplies_halves(profile, 16) and not (fmt in ON_LAVAPIPE and "llvmpipe" in profile.name):
         pytest.skip("no matrix units, and the format or the device is not one the shader is emulated for")
     for rows, i, teams in ((70, 5, 4), (33, 0, 4), (70, 4, 2)):
         product = Product(fmt, rows, cols_for(fmt, i), 16, 11, "add", bias=True, halves=True)
