@@ -450,14 +450,19 @@ void main() {
     if (ARGMAX != 0u) { // y: [tokens][y_stride], a (value, index) pair for every group, which argmax_join.comp joins
         Numbers pair_at = Numbers(uvec2(p.y_low, p.y_high));
         FOR_FINISHED {
-            // rows of the padding are the smallest there can be
-            vec2 best = vec2(row < p.rows ? acc[j] + row_bias : uintBitsToFloat(0xFF800000u), p.first_row + row);
-            [[unroll]] for (uint distance = 1u; distance < LANES; distance *= 2u)
-                best = better(best, subgroupShuffle(best, lane ^ distance));
+            // Rows of the padding are below all others. Shuffles from a lane that is a constant are an instruction
+            // or two each; from one that is not, some fifty.
+            const uint key = row < p.rows ? order_key(floatBitsToUint(acc[j] + row_bias)) : 0u;
+            uint top = 0u, top_lane = 0u;
+            [[unroll]] for (uint i = 0u; i < LANES; i++) {
+                const uint other = subgroupShuffle(key, i);
+                top_lane = other > top ? i : top_lane; // the first of equals
+                top = max(other, top);
+            }
             const uint i = chunk + j * CHUNKS, at = p.y_offset + (t0 + i) * p.y_stride + (p.first_row + row) / 4u;
             if (stores && lane == 0u && i < TOKENS && t0 + i < used) {
-                pair_at.number[at] = best.x;
-                pair_at.number[at + 1u] = best.y;
+                pair_at.number[at] = uintBitsToFloat(bits_of(top));
+                pair_at.number[at + 1u] = float(p.first_row + row + top_lane);
             }
         }
         return;

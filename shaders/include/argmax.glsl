@@ -12,6 +12,9 @@ uint order_key(uint bits) {
     return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
 }
 
+// A float of that key; of zeros +0.
+uint bits_of(uint key) { return (key & 0x80000000u) != 0u ? key & 0x7FFFFFFFu : ~key; }
+
 bool comes_before(uvec2 a, uvec2 b) {
     return a.x > b.x || (a.x == b.x && a.y < b.y);
 }
