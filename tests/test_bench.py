@@ -161,7 +161,7 @@ def test_a_bench_runs_what_a_test_says(runtime, tiny, fmt):
     assert (len(tg.run_s), len(tg.step_s), tg.steps) == (2, 8, 4)
     assert 0 < tg.device_s < max(tg.run_s) and 0 < tg.host_step_s < min(tg.step_s) + 0.01
     assert tg.bytes_read == 4 * 12 and pp.bytes_read == 8
-    assert tg.dispatches > 4 * 20 and 1 <= tg.submits <= 4  # several steps may be one
+    assert tg.dispatches > 4 * 10 and 1 <= tg.submits <= 4  # several steps may be one
     # all weights but the embedding, of which a row is looked up
     norms = 5 * 96 * 4
     table = matrix_words("bf16" if fmt == "bf16" else "q5_0", 301, 96) * 4
