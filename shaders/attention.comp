@@ -32,11 +32,19 @@
 // Shared memory: queries are read as broadcasts, and rows are an odd number of 16-byte units apart,
 // so octets of different rows use different banks.
 //
+// NEW_APPENDED, for decode steps, where every sequence of the batch has one new token: that token's queries, key and
+// value come as the product made them, and are made ready here (include/append.glsl) instead of by append_kv.comp
+// before. Every workgroup does so for its own query heads. Those that have the newest block (of one split, in every
+// group of rows) do it for the KV head's key and value too and begin their sums with them, in the words that the cache
+// gets, so that no invocation waits for what another writes; one of them writes. Key and value are 2 to 4 vectors of
+// 2 x group + 2: what is done more than once is little beside a dispatch and its barrier, and nothing grows with the
+// context. Loads of four neighbouring keys may touch the word that is being written: its bits are not looked at.
+//
 // Positions a query does not see may hold anything, NaN too (a freed block, a slot not written yet, a
 // later token of the same chunk, one that has left the window): their scores are replaced, not masked by addition, and their values
 // are never multiplied by a zero probability (0 x NaN is NaN) but left out.
 #version 450
-// variants: KV=f32,f16,q8_0,q4_0 EXCHANGE=shared,subgroup
+// variants: KV=f32,f16,q8_0,q4_0 EXCHANGE=shared,subgroup NEW=cached,appended
 #extension GL_GOOGLE_include_directive : require
 #extension GL_EXT_control_flow_attributes : require
 #ifdef EXCHANGE_SUBGROUP
@@ -52,11 +60,20 @@ layout(constant_id = 5) const uint KV_OCTETS = 1u;
 layout(constant_id = 6) const uint PER_TOKEN = 0u; // 0 or 1
 layout(constant_id = 7) const uint PARTIAL = 0u;   // 0 or 1
 layout(constant_id = 8) const uint CAPPED = 0u;    // 0 or 1
-layout(set = 0, binding = 0) readonly buffer Queries { float q[]; };    // [T][q_stride]
-layout(set = 0, binding = 1) readonly buffer Cache { uint cache[]; };   // the layer's K and V regions
+layout(constant_id = 9) const uint NORM = 0u;      // 0 or 1
+layout(set = 0, binding = 0) readonly buffer Queries { float qkv[]; }; // [T][q_stride]: queries, then keys and values
+#ifdef NEW_APPENDED
+layout(set = 0, binding = 1) buffer Cache { uint cache[]; }; // the layer's K and V regions
+#else
+layout(set = 0, binding = 1) readonly buffer Cache { uint cache[]; };
+#endif
 layout(set = 0, binding = 2) readonly buffer Cache4 { uvec4 cache4[]; }; // the same memory
 layout(set = 0, binding = 3) readonly buffer State { uint state[]; };
 layout(set = 0, binding = 4) writeonly buffer Target { float target[]; }; // out or partials
+#ifdef NEW_APPENDED
+layout(set = 0, binding = 5) readonly buffer Weight { float weight[]; }; // [HEAD_DIM], twice
+layout(set = 0, binding = 6) readonly buffer Table { float table[]; };   // [rows][pairs][cos, sin]
+#endif
 layout(push_constant) uniform Push {
     uint q_offset;
     uint q_stride;
@@ -70,6 +87,14 @@ layout(push_constant) uniform Push {
     uint window;     // positions a query sees, its own included; 0xffffffff: all
     float scale;
     float softcap;   // unused without CAPPED
+#ifdef NEW_APPENDED
+    uint pairs;      // rotary_dim / 2
+    uint table_offset;
+    uint by_token;
+    uint q_weight_offset;
+    uint k_weight_offset;
+    float eps;
+#endif
 } p;
 #include "state.glsl"
 #include "kv.glsl"
@@ -104,12 +129,71 @@ shared vec2 shared_tops[JOINED];               // (max, sum of p) of one row
 shared float shared_sums[JOINED * SUMS * 8u];  // sums of one row
 #endif
 
+#ifdef NEW_APPENDED
+const uint LANES = gl_WorkGroupSize.x;
+const uint VECTORS = ROWS + 1u;
+const uint STAGED = HEAD_DIM;
+#ifdef EXCHANGE_SUBGROUP
+#define WAIT() subgroupBarrier() // the workgroup is one octet
+#else
+#define WAIT() barrier()
+#endif
+#include "append.glsl"
+const uint APPENDED = 1u; // tokens that are not read from the cache
+shared float ready[ROWS * HEAD_DIM];        // the workgroup's queries
+shared uint new_words[2u * VECTOR_WORDS]; // the new key and value
+bool writer;
+
+void keep_query(uint query, uint i, float v) {
+    ready[query * HEAD_DIM + i] = v;
+}
+
+void put(uint vector, uint e, uint word, uint at) {
+    new_words[vector * VECTOR_WORDS + e] = word;
+    if (writer) cache[at] = word;
+}
+
+// Dim i of the new key (0) or value (1), as it will be read from the cache.
+float new_dim(uint vector, uint i) {
+    const uint first = vector * VECTOR_WORDS, word = new_words[first + i / WORD_DIMS];
+#if defined(KV_F16)
+    const vec2 pair = unpackHalf2x16(word);
+    return (i & 1u) == 0u ? pair.x : pair.y;
+#elif defined(QUANTIZED)
+    const uint block = i / BLOCK_DIMS;
+    return quantized(word >> (i % WORD_DIMS / 4u * 16u))[i % 4u]
+         * scale_of(new_words[first + DATA_WORDS + block / 2u], block & 1u);
+#else
+    return uintBitsToFloat(word);
+#endif
+}
+
+float query_dim(uint at) {
+    return ready[at];
+}
+#else
+const uint APPENDED = 0u;
+
+float query_dim(uint at) {
+    return qkv[at];
+}
+#endif
+
 // The rows of an octet: where their queries are, and which positions each one sees.
 struct Rows {
     uint query[ROWS];
     int from[ROWS]; // the first position it sees
     int seen[ROWS]; // and the one after the last
 };
+
+// Where the query of a row is: in qkv, or in `ready`, which has those from first_row on.
+uint query_at(uint start, uint kv_head, uint row, uint first_row) {
+#ifdef NEW_APPENDED
+    return (row - first_row) * HEAD_DIM;
+#else
+    return p.q_offset + (start + row / GROUP) * p.q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM;
+#endif
+}
 
 // First position that a query sees, `seen` being the one after its own.
 uint window_start(uint seen) {
@@ -179,10 +263,9 @@ void share_queries(uint first_row, uint end_row, uint start, uint kv_head) {
         const uint row = first_row + i / QUADS, dim = i % QUADS * 4u;
         vec4 x = vec4(0.0);
         if (row < end_row) {
-            const uint at = p.q_offset + (start + row / GROUP) * p.q_stride
-                          + (kv_head * GROUP + row % GROUP) * HEAD_DIM + dim;
+            const uint at = query_at(start, kv_head, row, first_row) + dim;
             [[unroll]] for (uint j = 0u; j < 4u; ++j)
-                if (HEAD_DIM % 8u == 0u || dim + j < HEAD_DIM) x[j] = q[at + j];
+                if (HEAD_DIM % 8u == 0u || dim + j < HEAD_DIM) x[j] = query_dim(at + j);
         }
         shared_q[i / QUADS * QUERY_QUADS + i % QUADS] = x;
     }
@@ -369,6 +452,52 @@ void join_octets(inout float highest, inout float total, inout float sums[ALL_SU
 }
 #endif
 
+#ifdef NEW_APPENDED
+// Queries in `ready` and, if the newest block is here, the new key and value in new_words and, once, in the cache.
+void append(uint row, uint kv_head, uint first_row, uint end_row, bool newest) {
+    const uint heads = p.kv_heads * GROUP;
+    batch_row = row;
+    queries_at = p.q_offset + row * p.q_stride + (kv_head * GROUP + first_row) * HEAD_DIM;
+    keys_at = p.q_offset + row * p.q_stride + (heads + kv_head) * HEAD_DIM;
+    values_at = keys_at + p.kv_heads * HEAD_DIM;
+    first_kv_head = kv_head;
+    queries = end_row - first_row;
+    vectors = queries + (newest ? 1u : 0u);
+    writer = first_row == 0u;
+    if (NORM != 0u) find_factors();
+    turn(0u);
+    if (newest) store();
+    WAIT();
+}
+
+// What softmax takes of the new key, for each row of the octet, and the sums that it begins.
+void begin(Rows rows, inout float highest[ROWS], inout float total[ROWS], inout float sums[ALL_SUMS]) {
+    float dots[ROWS];
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r)
+        dots[r] = 0.0;
+    [[dont_unroll]] for (uint dim = lane; dim < HEAD_DIM; dim += 8u) {
+        const float key = new_dim(0u, dim);
+        [[unroll]] for (uint r = 0u; r < ROWS; ++r)
+            dots[r] += query_dim(rows.query[r] + dim) * key;
+    }
+    octet_sum(dots);
+    WAIT(); // before other numbers come into the same place
+    if (octet % KV_OCTETS != 0u) return;
+    float value[SUMS];
+    [[dont_unroll]] for (uint i = 0u; i < SUMS; ++i) { // each dim moves those before it up
+        [[unroll]] for (uint j = 1u; j < SUMS; ++j)
+            value[j - 1u] = value[j];
+        value[SUMS - 1u] = new_dim(1u, min(lane_dim(i / LANE_DIMS, lane) + i % LANE_DIMS, HEAD_DIM - 1u));
+    }
+    [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
+        highest[r] = score(dots[r]);
+        total[r] = lane == 0u ? 1.0 : 0.0;
+        [[unroll]] for (uint i = 0u; i < SUMS; ++i)
+            sums[r * SUMS + i] = value[i];
+    }
+}
+#endif
+
 // All rows of one workgroup of an item: `count` tokens from row `start` of the batch.
 void attend(uint start, uint count) {
     const uint kv_head = gl_WorkGroupID.y;
@@ -390,22 +519,26 @@ void attend(uint start, uint count) {
     const uint stretch = (blocks - skipped + stretches - 1u) / stretches; // blocks of one stretch
     if (skipped + split * KV_OCTETS * stretch >= blocks) return;
     const uint first_block = skipped + (split * KV_OCTETS + octet % KV_OCTETS) * stretch;
-    const int end = int(min(positions, (first_block + stretch) * BLOCK_TOKENS));
+    const int end = int(min(positions - APPENDED, (first_block + stretch) * BLOCK_TOKENS));
     const uint table = STATE_BLOCK_TABLE + state[STATE_SEQUENCE + start] * state[STATE_TABLE_STRIDE];
 
     Rows rows;
-    int all_from = 0, all_seen = int(positions); // what every row of the octet sees
+    int all_from = 0, all_seen = int(positions - APPENDED); // what every row of the octet sees in the cache
     const uint octet_row = first_row + octet / KV_OCTETS * ROWS;
     [[unroll]] for (uint r = 0u; r < ROWS; ++r) {
         const uint row = min(octet_row + r, end_row - 1u); // a row that does not exist repeats the last
         const uint token = start + row / GROUP;
-        rows.query[r] = p.q_offset + token * p.q_stride + (kv_head * GROUP + row % GROUP) * HEAD_DIM;
+        rows.query[r] = query_at(start, kv_head, row, first_row);
         const uint seen = state[STATE_POSITION + token] + 1u;
         rows.from[r] = int(window_start(seen));
-        rows.seen[r] = int(seen);
+        rows.seen[r] = int(seen - APPENDED);
         all_from = max(all_from, rows.from[r]);
         all_seen = min(all_seen, rows.seen[r]);
     }
+#ifdef NEW_APPENDED
+    const bool newest = (blocks - 1u - skipped) / (KV_OCTETS * stretch) == split;
+    append(start, kv_head, first_row, end_row, newest);
+#endif
 #ifdef EXCHANGE_SHARED
     share_queries(first_row, end_row, start, kv_head);
 #endif
@@ -419,7 +552,7 @@ void attend(uint start, uint count) {
             [[unroll]] for (uint i = 1u; i < EIGHTS; ++i)
                 held[r * EIGHTS + i - 1u] = held[r * EIGHTS + i];
             held[r * EIGHTS + EIGHTS - 1u] =
-                HEAD_DIM % 8u == 0u || dim < HEAD_DIM ? q[rows.query[r] + dim] : 0.0;
+                HEAD_DIM % 8u == 0u || dim < HEAD_DIM ? query_dim(rows.query[r] + dim) : 0.0;
         }
     }
 #endif
@@ -432,6 +565,9 @@ void attend(uint start, uint count) {
         highest[r] = LOWEST;
         total[r] = 0.0;
     }
+#ifdef NEW_APPENDED
+    if (newest) begin(rows, highest, total, sums);
+#endif
     for (uint b = 0u; b < stretch; ++b) { // as many for every octet: there are barriers inside
         const uint index = first_block + b;
         const uint words = head_words(state[table + min(index, blocks - 1u)], kv_head, p.kv_heads);

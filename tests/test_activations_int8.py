@@ -227,7 +227,7 @@ def test_a_models_device_logits_are_those_of_numpy(
     assert 1e-4 < distance < 0.05 * np.ptp(exact)
     model = Loaded(runtime, path, activation_dtype="int8")
     try:
-        steps = model.runner._make_plan(4, 1, "logits", ahead=1).steps
+        steps = model.runner._make_plan(4, 1, "logits", ahead=1, decoding=True).steps
         assert {"quantize_rows", "matvec_a8"} <= {step.kernel.shader.split(".")[0] for step in steps}
         for chunk in (None, 1):
             got = model.logits(TOKENS, chunk)

@@ -9,8 +9,10 @@ import pytest
 
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import kv
-from xinfer_vk.kernels.attention import attention, geometry, partial_words, query_tile
+from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
+from xinfer_vk.kernels.attention import Append, attention, geometry, partial_words, query_tile
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.rope import rope_table
 from xinfer_vk.plan import BufferKind
 from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
 from xinfer_vk.selftest import attention as cases
@@ -188,6 +190,48 @@ def test_a_soft_cap_holds_where_tanh_overflows(runtime):
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("simd", [True, False])
+def test_appending_by_itself_equals_append_kv_before(runtime, simd):
+    """Both make keys by the same code, which each shader's compiler may fuse in its own way: the tolerance is
+    the rounding of products of about 5 in f32."""
+    P, (heads, kv_heads, dim) = replace(runtime.profile, simd=simd), (6, 2, 24)
+    batch, rng = Batch(((40, 1), (0, 1), (95, 1)), 4, seed=3), np.random.default_rng(5)
+    old = [[rng.standard_normal((past, kv_heads, dim)) for past, _ in batch.sequences] for _ in range(2)]
+    width = (heads + 2 * kv_heads) * dim
+    numbers = rng.standard_normal((4, width)).astype(np.float32)
+    results = []
+    for together in (False, True):
+        bench = Bench(runtime, P)
+        try:
+            cache = filled_cache(bench, batch, "f32", kv_heads, dim, *old)
+            state, qkv = batch.state_buffer(bench), bench.filled("qkv", numbers)
+            norm = bench.filled("norm", np.linspace(0.5, 2, 2 * dim, dtype=np.float32), BufferKind.WEIGHTS)
+            norms = HeadNorms(Ref(norm), Ref(norm, dim), 1e-6)
+            angles = rope_table(100.0 ** -np.linspace(0, 1, 8), np.arange(96))
+            turn = Rotation(Ref(bench.filled("angles", angles, BufferKind.WEIGHTS)), 16)
+            out, stride = bench.buffer("out", 4 * heads * dim), heads * dim
+            where = cache.buffer, cache.k_offset, cache.v_offset
+            steps = attention(
+                P, "f32", Ref(qkv), width, Ref(out), stride, *where, heads, kv_heads, dim, 4, 96, state,
+                Ref(out), append=Append(norms, turn) if together else None,
+            )  # fmt: skip
+            if not together:
+                steps = [
+                    *append_kv(
+                        P, "f32", Ref(qkv), width, heads, kv_heads, dim, *where, 4, state, norms, turn
+                    ),
+                    *steps,
+                ]
+            results.append(bench.run(steps))
+        finally:
+            bench.close()
+    apart, here = results
+    np.testing.assert_array_equal(here["qkv"], numbers.reshape(-1).view(np.uint32))
+    for name in ("cache", "out"):
+        got, want = (result[name].view(np.float32) for result in (here, apart))
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
 def test_one_chunk_equals_token_by_token(runtime):
     """The two geometries give the same numbers up to rounding."""
     tokens, heads, dim = 8, 3, 64
@@ -243,7 +287,9 @@ def test_shared_memory_registers_and_groups_stay_within_what_every_device_has(si
                     assert g.local_size <= 256
                     assert simd or g.rows * (head_dim // 8 + 4) <= 100, "more registers than a lane has"
                     joined = (g.kv_octets > 1) * octets * (head_dim + 2)  # words
-                    assert 16 * quads + 4 * joined <= 32 << 10
+                    # where it appends: queries, key and value in f32, what the cache gets, squares
+                    own = g.rows * head_dim + 4 * head_dim + (g.rows + 1) * (g.local_size + 1)
+                    assert 16 * quads + 4 * (joined + own * g.per_token) <= 32 << 10
                     assert g.kv_octets == 1 or g.exchange == "shared"
                     words = partial_words(P, tokens, heads, head_dim, 131072)
                     assert words == (tokens * heads * g.splits * (head_dim + 2) if g.splits > 1 else 0)

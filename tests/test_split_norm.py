@@ -29,7 +29,7 @@ ON_LAVAPIPE = replace(
 
 def separate(model: Loaded, tokens: int, outputs: int) -> int:
     """Norms of a plan that are dispatches of their own."""
-    steps = model.runner._make_plan(tokens, outputs, "logits", ahead=1).steps
+    steps = model.runner._make_plan(tokens, outputs, "logits", ahead=1, decoding=True).steps
     return sum(step.kernel.name.startswith("rmsnorm") for step in steps)
 
 

@@ -5,18 +5,7 @@
 // Eight lanes work together. Over keys a lane owns 4 neighbouring tokens of the block of 32: one 16-byte load a
 // lane, and the eight of them 128 bytes in a row. Over values it owns CHUNKS runs of neighbouring dims of the
 // vector, of LANE_WORDS words: 4, or fewer where a quantized vector is shorter than 128 bytes.
-#if defined(KV_Q8_0) || defined(KV_Q4_0)
-#define QUANTIZED
-#endif
-#if defined(KV_Q4_0)
-const uint WORD_DIMS = 8u; // dims in a word
-#elif defined(KV_Q8_0)
-const uint WORD_DIMS = 4u;
-#elif defined(KV_F16)
-const uint WORD_DIMS = 2u;
-#else
-const uint WORD_DIMS = 1u;
-#endif
+#include "kv_words.glsl"
 const uint DATA_WORDS = HEAD_DIM / WORD_DIMS;
 #ifdef QUANTIZED
 const uint SCALE_WORDS = (HEAD_DIM + 63u) / 64u;

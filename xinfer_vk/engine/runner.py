@@ -18,7 +18,7 @@ from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.engine.positions import RopeTables
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import state as state_layout
-from xinfer_vk.kernels.attention import query_tile
+from xinfer_vk.kernels.attention import appends, query_tile
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.matmul import planned_rows
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
@@ -61,6 +61,10 @@ class Chunk:
     outputs: Outputs = "last"
 
 
+def _decoding(chunks: Sequence[Chunk]) -> bool:
+    return all(len(chunk.token_ids) == 1 for chunk in chunks)
+
+
 def bucket(count: int) -> int:
     """The smallest power of two that holds ``count`` rows; 0 for none."""
     return 0 if count == 0 else 1 << (count - 1).bit_length()
@@ -100,7 +104,7 @@ class ModelRunner:
         self.device_s = 0.0  # from submits to their ends, so far; what else a step takes is the host's
         self.bytes_read = 0
         self.compile_s = 0.0  # spent on making pipelines and recording plans
-        self._plans: dict[tuple[int, int, Head, int], tuple[Recorded, Plan]] = {}
+        self._plans: dict[tuple[int, int, Head, int, bool], tuple[Recorded, Plan]] = {}
         self._step_s: dict[int, float] = {}  # of a decode step, by bucket of sequences
         self._table_stride = cache.blocks_per_sequence
         # What the state buffer has of the steps before: each sequence's blocks, by row of the cache, and the
@@ -158,7 +162,7 @@ class ModelRunner:
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
         planned = planned_rows(self.runtime.profile, total)
-        recorded, self.last_plan = self._plan(planned, bucket(rows), head)
+        recorded, self.last_plan = self._plan(planned, bucket(rows), head, decoding=_decoding(chunks))
         recorded.run()
         self.device_s += recorded.seconds
         if recorded.longest_step_s > LONG_STEP_S and total > FEWEST_PREFILL_TOKENS:
@@ -186,7 +190,7 @@ class ModelRunner:
         rows = len(sequences)
         self._unless_closed(self._prepare_decode, sequences, tokens, steps)
         planned, outputs = planned_rows(self.runtime.profile, rows), bucket(rows)
-        recorded, self.last_plan = self._plan(planned, outputs, head, steps)
+        recorded, self.last_plan = self._plan(planned, outputs, head, steps, decoding=True)
         recorded.run()
         seconds = recorded.seconds
         self.device_s += seconds
@@ -230,7 +234,7 @@ class ModelRunner:
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
         planned = planned_rows(self.runtime.profile, total)
-        plan = self._make_plan(planned, bucket(rows), "argmax", 1)
+        plan = self._make_plan(planned, bucket(rows), "argmax", 1, _decoding(chunks))
         recorded = self.runtime.prepare(plan, timed=True)
         times = []
         for _ in range(repeats):
@@ -335,18 +339,21 @@ class ModelRunner:
 
     # -- run ----------------------------------------------------------------------------------
 
-    def _plan(self, tokens: int, outputs: int, head: Head, ahead: int = 1) -> tuple[Recorded, Plan]:
-        key = (tokens, outputs, head, ahead)
+    def _plan(
+        self, tokens: int, outputs: int, head: Head, ahead: int = 1, *, decoding: bool
+    ) -> tuple[Recorded, Plan]:
+        key = (tokens, outputs, head, ahead, decoding and appends(self.runtime.profile, tokens))
         found = self._plans.get(key)
         if found is None:
             began = time.perf_counter()
-            plan = self._make_plan(tokens, outputs, head, ahead)
+            plan = self._make_plan(*key)
             found = self._plans[key] = (self.runtime.prepare(plan, progress=self._progress), plan)
             self.compile_s += time.perf_counter() - began
         return found
 
-    def _make_plan(self, tokens: int, outputs: int, head: Head, ahead: int) -> Plan:
-        """``ahead`` steps one after the other, whose results lie ``max_outputs`` words apart."""
+    def _make_plan(self, tokens: int, outputs: int, head: Head, ahead: int, decoding: bool = False) -> Plan:
+        """``ahead`` steps one after the other, whose results lie ``max_outputs`` words apart. ``decoding``:
+        each token is of another sequence."""
         graph = Graph(
             self.runtime.profile,
             self.config,
@@ -356,6 +363,7 @@ class ModelRunner:
             state=self._state,
             cache=self.cache,
             rope_tables=self.rope.tables,
+            decoding=decoding,
             activation_dtype=self.activation_dtype,
         )
         for step in range(ahead):

@@ -4,7 +4,8 @@ have a sliding window, a soft cap on its logits, and a scale of its own.
 One kernel (shaders/attention.comp) in two geometries. Prefill: a workgroup takes a *query tile*,
 neighbouring tokens of one sequence, so that keys and values are read once for many query rows.
 Decode: a workgroup takes one token, and a long sequence may be split into stretches that run in
-parallel and are joined by shaders/attention_combine.comp (flash-decoding).
+parallel and are joined by shaders/attention_combine.comp (flash-decoding). Where each sequence has one new
+token, attention also does what :mod:`xinfer_vk.kernels.append_kv` does before it otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import kv
 from xinfer_vk.kernels import state as st
+from xinfer_vk.kernels.append_kv import READY_PARAMS, HeadNorms, Rotation, ready, ready_arguments, store
 from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
@@ -25,6 +27,14 @@ ALL_POSITIONS = 0xFFFFFFFF  # a window that ends nowhere
 SPLIT_CONTEXT = 2048  # CPU devices: the second dispatch costs more than it brings for less context
 COMBINE_LOCAL_SIZE = 64
 GPU_KV_OCTETS = 8
+
+
+@dataclass(frozen=True)
+class Append:
+    """What attention does first where it appends: as :func:`xinfer_vk.kernels.append_kv.append_kv`."""
+
+    norms: HeadNorms | None = None
+    rotation: Rotation | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,12 @@ def per_token(P: DeviceProfile, tokens: int) -> bool:
     """Whether a batch of at most ``tokens`` is decoded token by token. A GPU wants the parallelism of
     split sequences for longer than a CPU, whose caches are close."""
     return tokens <= (8 if P.simd else 32)
+
+
+def appends(P: DeviceProfile, tokens: int) -> bool:
+    """Whether attention can append by itself where each of at most ``tokens`` is of another sequence. Query
+    tiles cannot: a workgroup of theirs would make keys ready that others read from the cache."""
+    return per_token(P, tokens)
 
 
 def split_count(P: DeviceProfile, tokens: int, heads: int, max_context: int) -> int:
@@ -125,7 +141,7 @@ def _weighted_sums(weights: np.ndarray, values: np.ndarray) -> np.ndarray:
     return out
 
 
-def _oracle(call: OracleCall, kv_dtype: str) -> None:
+def _oracle(call: OracleCall, kv_dtype: str, append: bool) -> None:
     """Dense softmax attention, in float64 but for the inputs. [tokens, heads, head_dim]"""
     p, s = call.p, call.spec
     state, q, target = call.u32("state"), call.f32("q"), call.f32("target")
@@ -137,6 +153,14 @@ def _oracle(call: OracleCall, kv_dtype: str) -> None:
         starts = state[st.TILE_START : st.TILE_START + count].astype(np.int64)
         counts = state[st.TILE_COUNT : st.TILE_COUNT + count].astype(np.int64)
         tokens = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts)] or [np.arange(0)])
+    rows = p.q_offset + tokens[:, None] * p.q_stride + np.arange(heads * dim)
+    if append:
+        new = rows[:, :1] + np.arange((heads + 2 * p.kv_heads) * dim)
+        every_query, new_k, new_v = ready(call, q[new].reshape(len(tokens), -1, dim))
+        store(call, kv_dtype, new_k, new_v)
+    else:
+        every_query = q[rows].astype(np.float64)
+    every_query = every_query.reshape(len(tokens), p.kv_heads, group, dim)
     positions = state[st.POSITION + tokens].astype(np.int64)
     sequences = state[st.SEQUENCE + tokens]
     for sequence in np.unique(sequences):
@@ -146,8 +170,7 @@ def _oracle(call: OracleCall, kv_dtype: str) -> None:
             call.u32("cache"), state, int(sequence), int(seen.max()), k_offset=p.k_offset,
             v_offset=p.v_offset, kv_heads=p.kv_heads, head_dim=dim, kv_dtype=kv_dtype,
         )  # fmt: skip
-        rows = p.q_offset + here[:, None] * p.q_stride + np.arange(heads * dim)
-        queries = q[rows].reshape(len(here), p.kv_heads, group, dim).astype(np.float64)
+        queries = every_query[sequences == sequence]
         start = _window_start(seen, p.window)
         at = np.arange(len(k))
         visible = (at >= start[:, None]) & (at < seen[:, None])  # [tokens, positions]
@@ -182,21 +205,25 @@ def _oracle(call: OracleCall, kv_dtype: str) -> None:
                     target[at[:, None] + np.arange(words.shape[1])] = words
 
 
-def kernel(kv_dtype: str, g: Geometry, head_dim: int, group: int, capped: bool = False) -> Kernel:
+def kernel(
+    kv_dtype: str, g: Geometry, head_dim: int, group: int, capped: bool, append: bool, norm: bool
+) -> Kernel:
+    name = f"attention.{kv_dtype}.{g.exchange}.{'appended' if append else 'cached'}"
     return Kernel(
-        name=f"attention.{kv_dtype}.{g.exchange}",
-        shader=f"attention.{kv_dtype}.{g.exchange}",
-        bindings=("q", "cache", "cache4", "state", "target"),
+        name=name,
+        shader=name,
+        bindings=("q", "cache", "cache4", "state", "target", *(("weight", "table") if append else ())),
         params=(
             "q_offset:u", "q_stride:u", "target_offset:u", "out_stride:u", "k_offset:u", "v_offset:u",
             "kv_heads:u", "splits:u", "row_groups:u", "window:u", "scale:f", "softcap:f",
+            *(READY_PARAMS if append else ()),
         ),
         spec=(
             ("local_size", g.local_size), ("head_dim", head_dim), ("group", group), ("rows", g.rows),
             ("row_octets", g.row_octets), ("kv_octets", g.kv_octets), ("per_token", int(g.per_token)),
-            ("partial", int(g.splits > 1)), ("capped", int(capped)),
+            ("partial", int(g.splits > 1)), ("capped", int(capped)), ("norm", int(norm)),
         ),
-        oracle=partial(_oracle, kv_dtype=kv_dtype),
+        oracle=partial(_oracle, kv_dtype=kv_dtype, append=append),
     )  # fmt: skip
 
 
@@ -259,6 +286,7 @@ def attention(
     window: int | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
+    append: Append | None = None,
 ) -> list[Step]:
     """``out[t, h] = softmax(cap(scale q[t, h] · K)) V`` over positions ``0 … position[t]`` of the token's
     own sequence, for the rows in use of a batch of at most ``tokens``.
@@ -268,6 +296,8 @@ def attention(
     None: all.
     ``softcap``: ``cap(x) = softcap tanh(x / softcap)`` (``attn_logit_softcapping`` of Gemma 2); 0: none.
     ``scale``: None means ``1 / sqrt(head_dim)``.
+    ``append``: ``q`` has each row's keys and values behind its queries, all as the product made them, and
+    what append_kv does is done here first; ``q`` stays as it is. For batches that :func:`appends` allows.
 
     ``q`` and ``out`` are [tokens][heads * head_dim] with their strides; ``cache`` as in
     :mod:`xinfer_vk.kernels.kv`. Batches too large for :func:`per_token` need the state's query tiles, of at
@@ -287,11 +317,15 @@ def attention(
     if window is not None:  # a plan never visits more blocks than a window can touch
         max_context = min(max_context, window + st.BLOCK_TOKENS)
     g = geometry(P, heads, kv_heads, head_dim, tokens, max_context)
+    assert append is None or appends(P, tokens), "query tiles cannot append"
     reach = ALL_POSITIONS if window is None else window
     group = heads // kv_heads
     tile = 1 if g.per_token else query_tile(P, head_dim)
     row_groups = ceil_div(tile * group, g.rows * g.row_octets)
     target = partials if g.splits > 1 else out
+    ready_buffers, how = (
+        ready_arguments(state, head_dim, append.norms, append.rotation) if append else ({}, {})
+    )
     items = tokens
     if not g.per_token:
         # Full tiles are few. Only a ragged batch has more, and the kernel strides over those: an unused
@@ -299,13 +333,20 @@ def attention(
         items = min(tokens, max(16, (1 if P.simd else 4) * ceil_div(tokens, tile)))
     steps = [
         make_step(
-            kernel(kv_dtype, g, head_dim, group, capped=softcap > 0.0),
-            {"q": q.buffer, "cache": cache, "cache4": cache, "state": state, "target": target.buffer},
+            kernel(
+                kv_dtype, g, head_dim, group, softcap > 0.0, append is not None,
+                append is not None and append.norms is not None,
+            ),
+            {
+                "q": q.buffer, "cache": cache, "cache4": cache, "state": state, "target": target.buffer,
+                **ready_buffers,
+            },
             {
                 "q_offset": q.offset, "q_stride": q_stride, "target_offset": target.offset,
                 "out_stride": out_stride, "k_offset": k_offset, "v_offset": v_offset, "kv_heads": kv_heads,
                 "splits": g.splits, "row_groups": row_groups, "window": reach,
                 "scale": float(head_dim**-0.5 if scale is None else scale), "softcap": softcap,
+                **how,
             },
             (items, kv_heads, row_groups * g.splits),
             "attention",

@@ -76,7 +76,7 @@ def pack(vectors: np.ndarray, kv_dtype: str) -> np.ndarray:
 def _quantize(vectors: np.ndarray, kv_dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """f16 scales ``[..., head_dim / 32]`` and a ``uint8`` for each dim. A block with an infinity or NaN gets
     a scale that is not finite, and reads as NaN."""
-    x = vectors.astype(np.float32).reshape(*vectors.shape[:-1], -1, SCALE_DIMS)
+    x = vectors.astype(np.float32).reshape(*vectors.shape[:-1], vectors.shape[-1] // SCALE_DIMS, SCALE_DIMS)
     with np.errstate(over="ignore", invalid="ignore"):
         size = (x.view(np.uint32) & 0x7FFFFFFF).argmax(axis=-1)  # by bits, so that NaN is the largest
         extreme = np.take_along_axis(x, size[..., None], axis=-1)[..., 0]

@@ -115,12 +115,11 @@ def attend(g: Graph, index: int, head_norms: tuple[Ref, Ref] | None = None) -> N
     """``attended = attention(rope(q), rope(k), v)`` of what :attr:`~Activations.qkv` holds, over the
     cache, with the window and the positions of layer ``index``. ``head_norms``: weights by which each query
     and each key head is normalized first."""
-    c, act = g.config, g.act
-    g.append_kv(index, c.rope(index), head_norms)
+    c = g.config
     g.attention(
         index,
-        act.qkv,
-        act.attended,
+        c.rope(index),
+        head_norms,
         window=c.window(index),
         softcap=c.attention_softcap,
         scale=c.attention_scale,

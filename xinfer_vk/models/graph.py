@@ -14,7 +14,7 @@ from xinfer_vk.cache import KVCache
 from xinfer_vk.kernels.advance import advance
 from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
 from xinfer_vk.kernels.argmax import argmax, argmax_partial_words, join
-from xinfer_vk.kernels.attention import attention, partial_words
+from xinfer_vk.kernels.attention import Append, appends, attention, partial_words
 from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.kernels.embed import embed
 from xinfer_vk.kernels.experts import expert_linear, pairs_per_tile
@@ -153,7 +153,8 @@ class Activations:
 
 class Graph:
     """Collects the steps of one plan. Shapes in the methods' comments are ``[rows, columns]``;
-    T is ``tokens``, R is ``outputs``. ``activation_dtype``: of the inputs of products, "f32" or "int8"."""
+    T is ``tokens``, R is ``outputs``. ``decoding``: each token is of another sequence.
+    ``activation_dtype``: of the inputs of products, "f32" or "int8"."""
 
     def __init__(
         self,
@@ -166,10 +167,11 @@ class Graph:
         state: Buffer,
         cache: KVCache,
         rope_tables: Mapping[str, RopeTable],
+        decoding: bool,
         activation_dtype: str = "f32",
     ) -> None:
         self.profile, self.config, self.activation_dtype = profile, config, activation_dtype
-        self.tokens, self.outputs = tokens, outputs
+        self.tokens, self.outputs, self.decoding = tokens, outputs, decoding
         self.act, self.state, self.cache, self.rope_tables = activations, state, cache, rope_tables
         self.steps: list[Step] = []
         self._product: Product | None = None  # the last one
@@ -388,39 +390,39 @@ class Graph:
             self.profile, routing, x.ref, x.stride, out.ref, out.stride, self.config.hidden_size, self.state
         )
 
-    def append_kv(self, layer: int, rope: str | None, head_norms: tuple[Ref, Ref] | None = None) -> None:
-        """Rotary position embedding (Su et al. 2021) of every query and key head in ``act.qkv``, and each
-        token's keys and values to its slot of the paged cache. Queries stay in ``act.qkv``.
-
-        ``rope``: kind of the table, see :meth:`ModelConfig.rope`; None for a layer that knows no positions.
-        ``head_norms``: weights [head_dim] of an RMSNorm of each query and each key head before it."""
-        c, x, where = self.config, self.act.qkv, self.cache.layers[layer]
-        table = self.rope_tables[rope] if rope is not None else None
-        self.steps += append_kv(
-            self.profile, self.cache.kv_dtype, x.ref, x.stride, c.heads, c.kv_heads, c.head_dim, where.buffer,
-            where.k_offset, where.v_offset, self.tokens, self.state,
-            HeadNorms(*head_norms, c.rms_norm_eps) if head_norms else None,
-            Rotation(table.ref, c.rotary_dim, table.by_token) if table else None,
-        )  # fmt: skip
-
     def attention(
         self,
         layer: int,
-        q: Rows,
-        out: Rows,
+        rope: str | None,
+        head_norms: tuple[Ref, Ref] | None = None,
         *,
         window: int | None = None,
         softcap: float = 0.0,
         scale: float | None = None,
     ) -> None:
-        """``out = softmax(scale q Kᵀ) V`` over each token's own sequence up to its position, with
-        ``scale = 1 / √d`` unless another is given; ``window`` and ``softcap`` as in
+        """``attended = softmax(scale q Kᵀ) V`` over each token's own sequence up to its position, of the
+        queries, keys and values in ``act.qkv``. First every query and key head is turned by rotary position
+        embedding (Su et al. 2021), and keys and values go to the token's slot of the paged cache.
+
+        ``rope``: kind of the table, see :meth:`ModelConfig.rope`; None for a layer that knows no positions.
+        ``head_norms``: weights [head_dim] of an RMSNorm of each query and each key head before it.
+        ``scale``: 1 / √d unless another is given; ``window`` and ``softcap`` as in
         :func:`xinfer_vk.kernels.attention.attention`."""
-        c, where = self.config, self.cache.layers[layer]
+        c, x, out, where = self.config, self.act.qkv, self.act.attended, self.cache.layers[layer]
+        table = self.rope_tables[rope] if rope is not None else None
+        norms = HeadNorms(*head_norms, c.rms_norm_eps) if head_norms else None
+        rotation = Rotation(table.ref, c.rotary_dim, table.by_token) if table else None
+        together = self.decoding and appends(self.profile, self.tokens)
+        if not together:
+            self.steps += append_kv(
+                self.profile, self.cache.kv_dtype, x.ref, x.stride, c.heads, c.kv_heads, c.head_dim,
+                where.buffer, where.k_offset, where.v_offset, self.tokens, self.state, norms, rotation,
+            )  # fmt: skip
         self.steps += attention(
-            self.profile, self.cache.kv_dtype, q.ref, q.stride, out.ref, out.stride, where.buffer,
+            self.profile, self.cache.kv_dtype, x.ref, x.stride, out.ref, out.stride, where.buffer,
             where.k_offset, where.v_offset, c.heads, c.kv_heads, c.head_dim, self.tokens,
             self.cache.capacity, self.state, self.act.partials, window=window, softcap=softcap, scale=scale,
+            append=Append(norms, rotation) if together else None,
         )  # fmt: skip
 
     def head(self, x: Rows, norm: Ref, weights: Matrix) -> None:

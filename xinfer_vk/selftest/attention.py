@@ -1,16 +1,20 @@
-"""Cases of attention: head shapes, cache formats, ragged batches, chunks, splits, and NaN where it must
-not be looked at."""
+"""Cases of attention: head shapes, cache formats, ragged batches, chunks, splits, NaN where it must not be
+looked at, and tokens that it appends by itself."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from xinfer_vk.kernels.attention import attention, exchange, partial_words, query_tile
+from xinfer_vk.kernels.append_kv import HeadNorms, Rotation
+from xinfer_vk.kernels.attention import Append, attention, exchange, partial_words, query_tile
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.kv import QUANTIZED
-from xinfer_vk.plan import DeviceProfile, Step
+from xinfer_vk.plan import BufferKind, DeviceProfile, Step
 from xinfer_vk.selftest.batch import Batch, filled_cache
 from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
+from xinfer_vk.selftest.small import any_angles, off_ties, quarter_turns
 
 Sequences = tuple[tuple[int, int], ...]  # (tokens in the cache, new tokens) of each
 
@@ -82,6 +86,71 @@ def _attention(
         )  # fmt: skip
 
     return build
+
+
+@dataclass(frozen=True)
+class _Appended:
+    """One new token of each sequence, which attention appends: ``rotary_dim`` dims turned (0: they know no
+    positions) by the angles of its position or ``by_token``. In an f32 cache, by angles that round; in others
+    by quarter turns, and no norm, so that every device rounds the same numbers. ``nan``: the last sequence's
+    new key and value are NaN. Others as in :func:`_attention`."""
+
+    kv_dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    positions: tuple[int, ...]
+    rows: int
+    by_token: bool = False
+    norm: bool = False
+    nan: bool = False
+    max_context: int = 0
+    window: int | None = None
+    softcap: float = 0.0
+
+    def __str__(self) -> str:
+        how = ", normalized" * self.norm + ", angles by token" * self.by_token + ", NaN" * self.nan
+        how += f", window of {self.window}" * (self.window is not None) + ", capped" * (self.softcap > 0)
+        how += f", for a context of {self.max_context}" * (self.max_context > 0)
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, {self.rotary_dim} turned"
+        return f"appended, {self.kv_dtype}, {heads}{how}, {len(self.positions)} of {self.rows} rows"
+
+    def __call__(self, bench: Bench) -> list[Step]:
+        P, rng = bench.profile, np.random.default_rng(self.head_dim)
+        batch = Batch(tuple((position, 1) for position in self.positions), self.rows)
+        q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        old = [
+            [rng.standard_normal((n, self.kv_heads, self.head_dim)) for n in self.positions] for _ in range(2)
+        ]
+        cache = filled_cache(bench, batch, self.kv_dtype, self.kv_heads, self.head_dim, *old)
+        stride = q_dim + 2 * kv_dim + 7
+        rows = np.full((self.rows, stride), np.nan, np.float32)
+        new = rng.standard_normal((batch.tokens, q_dim + 2 * kv_dim)).astype(np.float32)
+        if self.kv_dtype in QUANTIZED:
+            new[:, q_dim:] = off_ties(rng, new[:, q_dim:], self.kv_dtype)
+        if self.nan:
+            new[-1, q_dim:] = np.nan
+        rows[: batch.tokens, :-7] = new
+        q = bench.buffer("q", 5 + rows.size)
+        bench.write(q, 5, rows)
+        weights = rng.standard_normal(2 * self.head_dim + 5).astype(np.float32)
+        weight = bench.filled("weight", weights, BufferKind.WEIGHTS)
+        norms = HeadNorms(Ref(weight, self.head_dim + 4), Ref(weight, 1), 1e-5) if self.norm else None
+        table_rows = batch.tokens if self.by_token else batch.max_context
+        table = bench.buffer("table", 5 + table_rows * self.rotary_dim, BufferKind.WEIGHTS)
+        angles = any_angles if self.kv_dtype == "f32" else quarter_turns
+        bench.write(table, 5, angles(table_rows, self.rotary_dim // 2))
+        rotation = Rotation(Ref(table, 5), self.rotary_dim, self.by_token) if self.rotary_dim else None
+        out = bench.buffer("out", 3 + self.rows * (q_dim + 2))
+        context = self.max_context or batch.max_context
+        words = partial_words(P, self.rows, self.heads, self.head_dim, context)
+        return attention(
+            P, self.kv_dtype, Ref(q, 5), stride, Ref(out, 3), q_dim + 2, cache.buffer, cache.k_offset,
+            cache.v_offset, self.heads, self.kv_heads, self.head_dim, self.rows, context,
+            batch.state_buffer(bench), Ref(bench.buffer("partials", 4 + words), 4), window=self.window,
+            softcap=self.softcap, append=Append(norms, rotation),
+        )  # fmt: skip
 
 
 PREFILL: Sequences = ((0, 33), (40, 7), (31, 1), (0, 1), (63, 2))  # chunks that begin and end anywhere
@@ -163,6 +232,36 @@ def _cases() -> list[Case]:
         quick = window in (32, 33)
         also = ("as on a GPU",) if quick else ()
         cases += kernel_cases("attention", name, build, ATTENTION, classes=("", *also), quick=quick)
+    return cases + _appended_cases()
+
+
+def _appended_cases() -> list[Case]:
+    some, few = (0, 31, 32, 257, 64), (40, 0, 63)
+    small, own_and_gpu = EVERY_CLASS, ("", "as on a GPU")
+    cases: list[Case] = []
+    for case, classes, quick in (
+        (_Appended("f16", 9, 3, 64, 64, some, 8), own_and_gpu, True),
+        (_Appended("f32", 9, 3, 64, 64, some, 8, norm=True), own_and_gpu, True),
+        (_Appended("q8_0", 9, 3, 64, 64, some, 8), own_and_gpu, True),
+        (_Appended("q4_0", 9, 3, 64, 64, some, 8), own_and_gpu, True),
+        (_Appended("f32", 6, 2, 34, 18, few, 4, norm=True, by_token=True), small, False),
+        (_Appended("f32", 3, 1, 34, 34, few, 4, window=33, softcap=2.0), small, False),
+        (_Appended("f16", 4, 2, 18, 0, few, 4), small, False),
+        (_Appended("f32", 2, 1, 80, 64, few, 4, norm=True), ("",), False),
+        (_Appended("q8_0", 3, 1, 96, 64, few, 4, by_token=True), ("",), False),
+        (_Appended("q4_0", 2, 1, 128, 128, few, 4), ("",), False),
+        # two workgroups for the heads of a KV head, of which one writes
+        (_Appended("f16", 14, 1, 32, 32, few, 4), own_and_gpu, False),
+        # in the last split, where it is in use
+        (_Appended("f16", 3, 1, 64, 64, (2100, 0, 700), 4, max_context=4096), own_and_gpu, True),
+        (_Appended("f32", 3, 1, 34, 34, (2176, 96, 4064), 4, max_context=4096, window=2049), ("",), False),
+        (_Appended("f16", 3, 1, 64, 64, few, 4, nan=True), own_and_gpu, False),
+    ):  # fmt: skip
+        view = "u32" if case.kv_dtype in QUANTIZED else case.kv_dtype
+        cases += kernel_cases(
+            "attention", str(case), case, ATTENTION, classes=classes, quick=quick,
+            views={"cache": view, "partials": "any" if case.nan else "f32"},
+        )  # fmt: skip
     return cases
 
 

@@ -165,7 +165,7 @@ HALF_EDGES = np.array(
 )  # fmt: skip
 
 
-def _off_ties(rng: np.random.Generator, x: np.ndarray, kv_dtype: str) -> np.ndarray:
+def off_ties(rng: np.random.Generator, x: np.ndarray, kv_dtype: str) -> np.ndarray:
     """Numbers in place of ``x`` that a quantized cache rounds alike on every device, though its division
     may be off by 2.5 ULP: no quotient is near a half. A block is zero, the scale of another subnormal."""
     top, low, high = (127, -126, 126) if kv_dtype == "q8_0" else (-8, -7, 7)
@@ -178,12 +178,12 @@ def _off_ties(rng: np.random.Generator, x: np.ndarray, kv_dtype: str) -> np.ndar
     return np.asarray((scales * numbers).reshape(x.shape), np.float32)
 
 
-def _angles(rows: int, pairs: int) -> np.ndarray:
+def any_angles(rows: int, pairs: int) -> np.ndarray:
     """A rope table of positions from 1000 on."""
     return rope_table(10000.0 ** -(np.arange(pairs) / pairs), 1000 + np.arange(rows))
 
 
-def _quarter_turns(rows: int, pairs: int) -> np.ndarray:
+def quarter_turns(rows: int, pairs: int) -> np.ndarray:
     """A rope table that rounds nothing and keeps the dims of a quantized block together."""
     quarters = (np.arange(rows)[:, None] + np.arange(pairs) // kv.SCALE_DIMS) % 4
     return np.array([(1, 0), (0, 1), (-1, 0), (0, -1)], np.float32)[quarters]
@@ -202,7 +202,7 @@ class _Append:
     batch: Batch
     by_token: bool = False
     norm: bool = False
-    angles: Callable[[int, int], np.ndarray] = _quarter_turns
+    angles: Callable[[int, int], np.ndarray] = quarter_turns
 
     def __str__(self) -> str:
         heads = f"{self.heads} + {self.kv_heads} heads of {self.head_dim}"
@@ -219,7 +219,7 @@ class _Append:
         rows = _rows(rng, batch.rows, dims, stride)  # those not in use must stay as they are
         values = rows[:, q_dim + kv_dim : dims]
         if self.kv_dtype in kv.QUANTIZED:
-            rows[:, q_dim:dims] = _off_ties(rng, rows[:, q_dim:dims], self.kv_dtype)
+            rows[:, q_dim:dims] = off_ties(rng, rows[:, q_dim:dims], self.kv_dtype)
             values[0] = np.resize(HALF_EDGES[~np.isnan(HALF_EDGES)], kv_dim)  # infinite in every block
         else:
             values[0] = np.resize(HALF_EDGES, kv_dim)
@@ -346,16 +346,16 @@ RAGGED = Batch(((0, 3), (31, 33), (7, 1), (64, 5)), rows=48)
 def _append_kv_cases() -> list[Case]:
     one, two, many = Batch(((0, 1),), 1), Batch(((31, 1), (32, 1)), 2), Batch(((30, 5), (0, 40)), 64)
     rounded = (  # in f32, so that what is rounded is seen
-        _Append("f32", 2, 1, 2, 2, one, angles=_angles),
-        _Append("f32", 9, 3, 64, 64, RAGGED, angles=_angles),
-        _Append("f32", 4, 1, 80, 32, RAGGED, angles=_angles),
-        _Append("f32", 7, 7, 34, 34, Batch(((8000, 3),), 4), angles=_angles),
-        _Append("f32", 24, 8, 128, 128, two, angles=_angles),
-        _Append("f32", 2, 1, 64, 48, RAGGED, by_token=True, angles=_angles),
-        _Append("f32", 3, 2, 24, 24, RAGGED, norm=True, angles=_angles),
-        _Append("f32", 3, 2, 128, 96, RAGGED, by_token=True, norm=True, angles=_angles),
-        _Append("f32", 4, 1, 256, 256, RAGGED, norm=True, angles=_angles),
-        _Append("f32", 1, 9, 256, 256, many, norm=True, angles=_angles),
+        _Append("f32", 2, 1, 2, 2, one, angles=any_angles),
+        _Append("f32", 9, 3, 64, 64, RAGGED, angles=any_angles),
+        _Append("f32", 4, 1, 80, 32, RAGGED, angles=any_angles),
+        _Append("f32", 7, 7, 34, 34, Batch(((8000, 3),), 4), angles=any_angles),
+        _Append("f32", 24, 8, 128, 128, two, angles=any_angles),
+        _Append("f32", 2, 1, 64, 48, RAGGED, by_token=True, angles=any_angles),
+        _Append("f32", 3, 2, 24, 24, RAGGED, norm=True, angles=any_angles),
+        _Append("f32", 3, 2, 128, 96, RAGGED, by_token=True, norm=True, angles=any_angles),
+        _Append("f32", 4, 1, 256, 256, RAGGED, norm=True, angles=any_angles),
+        _Append("f32", 1, 9, 256, 256, many, norm=True, angles=any_angles),
         _Append("f32", 2, 2, 34, 0, many, norm=True),
     )
     exact = (
