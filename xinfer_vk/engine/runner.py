@@ -18,7 +18,7 @@ from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.engine.positions import RopeTables
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import state as state_layout
-from xinfer_vk.kernels.attention import appends, query_tile
+from xinfer_vk.kernels.attention import appends, planned_context, query_tile
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.matmul import planned_rows
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
@@ -65,6 +65,10 @@ def _decoding(chunks: Sequence[Chunk]) -> bool:
     return all(len(chunk.token_ids) == 1 for chunk in chunks)
 
 
+def _longest(chunks: Sequence[Chunk]) -> int:
+    return max(chunk.sequence.length + len(chunk.token_ids) for chunk in chunks)
+
+
 def bucket(count: int) -> int:
     """The smallest power of two that holds ``count`` rows; 0 for none."""
     return 0 if count == 0 else 1 << (count - 1).bit_length()
@@ -75,9 +79,9 @@ class ModelRunner:
 
     ``max_tokens`` bounds the rows of a step, ``cache.capacity`` the positions. Prefills should take
     ``prefill_tokens`` a step: at first as many, fewer once a single dispatch was seen to take too long.
-    Plans are recorded on first use, one for each (planned tokens, outputs bucket, head); ``progress(done,
-    total)`` hears of the pipelines made for them. ``activation_dtype``: of the inputs of products, "f32", or
-    "int8" where the weights' format allows it.
+    Plans are recorded on first use, one for each (planned tokens, outputs bucket, head) and kind of batch;
+    ``progress(done, total)`` hears of the pipelines made for them. ``activation_dtype``: of the inputs of
+    products, "f32", or "int8" where the weights' format allows it.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class ModelRunner:
         self.device_s = 0.0  # from submits to their ends, so far; what else a step takes is the host's
         self.bytes_read = 0
         self.compile_s = 0.0  # spent on making pipelines and recording plans
-        self._plans: dict[tuple[int, int, Head, int, bool], tuple[Recorded, Plan]] = {}
+        self._plans: dict[tuple[int, int, Head, int, bool, int], tuple[Recorded, Plan]] = {}
         self._step_s: dict[int, float] = {}  # of a decode step, by bucket of sequences
         self._table_stride = cache.blocks_per_sequence
         # What the state buffer has of the steps before: each sequence's blocks, by row of the cache, and the
@@ -162,7 +166,9 @@ class ModelRunner:
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
         planned = planned_rows(self.runtime.profile, total)
-        recorded, self.last_plan = self._plan(planned, bucket(rows), head, decoding=_decoding(chunks))
+        recorded, self.last_plan = self._plan(
+            planned, bucket(rows), head, 1, _decoding(chunks), self._context(planned, _longest(chunks))
+        )
         recorded.run()
         self.device_s += recorded.seconds
         if recorded.longest_step_s > LONG_STEP_S and total > FEWEST_PREFILL_TOKENS:
@@ -190,7 +196,8 @@ class ModelRunner:
         rows = len(sequences)
         self._unless_closed(self._prepare_decode, sequences, tokens, steps)
         planned, outputs = planned_rows(self.runtime.profile, rows), bucket(rows)
-        recorded, self.last_plan = self._plan(planned, outputs, head, steps, decoding=True)
+        context = self._context(planned, max([sequence.length for sequence in sequences]) + steps)
+        recorded, self.last_plan = self._plan(planned, outputs, head, steps, True, context)
         recorded.run()
         seconds = recorded.seconds
         self.device_s += seconds
@@ -234,7 +241,8 @@ class ModelRunner:
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
         planned = planned_rows(self.runtime.profile, total)
-        plan = self._make_plan(planned, bucket(rows), "argmax", 1, _decoding(chunks))
+        context = self._context(planned, _longest(chunks))
+        plan = self._make_plan(planned, bucket(rows), "argmax", 1, _decoding(chunks), context)
         recorded = self.runtime.prepare(plan, timed=True)
         times = []
         for _ in range(repeats):
@@ -339,10 +347,15 @@ class ModelRunner:
 
     # -- run ----------------------------------------------------------------------------------
 
+    def _context(self, tokens: int, longest: int) -> int:
+        """The context to plan for. ``longest``: of the sequences, after all steps of the plan."""
+        profile, capacity = self.runtime.profile, self.cache.capacity
+        return planned_context(profile, tokens, self.config.heads, longest, capacity)
+
     def _plan(
-        self, tokens: int, outputs: int, head: Head, ahead: int = 1, *, decoding: bool
+        self, tokens: int, outputs: int, head: Head, ahead: int, decoding: bool, context: int
     ) -> tuple[Recorded, Plan]:
-        key = (tokens, outputs, head, ahead, decoding and appends(self.runtime.profile, tokens))
+        key = (tokens, outputs, head, ahead, decoding and appends(self.runtime.profile, tokens), context)
         found = self._plans.get(key)
         if found is None:
             began = time.perf_counter()
@@ -351,9 +364,11 @@ class ModelRunner:
             self.compile_s += time.perf_counter() - began
         return found
 
-    def _make_plan(self, tokens: int, outputs: int, head: Head, ahead: int, decoding: bool = False) -> Plan:
+    def _make_plan(
+        self, tokens: int, outputs: int, head: Head, ahead: int, decoding: bool = False, context: int = 0
+    ) -> Plan:
         """``ahead`` steps one after the other, whose results lie ``max_outputs`` words apart. ``decoding``:
-        each token is of another sequence."""
+        each token is of another sequence. ``context``: of the sequences, at most; 0: what the cache holds."""
         graph = Graph(
             self.runtime.profile,
             self.config,
@@ -363,6 +378,7 @@ class ModelRunner:
             state=self._state,
             cache=self.cache,
             rope_tables=self.rope.tables,
+            max_context=context or self.cache.capacity,
             decoding=decoding,
             activation_dtype=self.activation_dtype,
         )

@@ -90,6 +90,14 @@ def split_count(P: DeviceProfile, tokens: int, heads: int, max_context: int) -> 
     return max(1, min(ceil_div(2048, tokens * heads), blocks // GPU_KV_OCTETS, 64))
 
 
+def planned_context(P: DeviceProfile, tokens: int, heads: int, longest: int, capacity: int) -> int:
+    """The context to plan for, where the longest sequence of a batch has ``longest`` tokens with its new ones
+    and could have ``capacity``: as many as need no splits, and so no second dispatch, or all."""
+    unsplit = SPLIT_CONTEXT - 1 if P.simd else (2 * GPU_KV_OCTETS - 1) * st.BLOCK_TOKENS
+    short = longest <= unsplit and split_count(P, tokens, heads, capacity) > 1
+    return unsplit if short else capacity
+
+
 def geometry(
     P: DeviceProfile, heads: int, kv_heads: int, head_dim: int, tokens: int, max_context: int
 ) -> Geometry:

@@ -153,7 +153,8 @@ class Activations:
 
 class Graph:
     """Collects the steps of one plan. Shapes in the methods' comments are ``[rows, columns]``;
-    T is ``tokens``, R is ``outputs``. ``decoding``: each token is of another sequence.
+    T is ``tokens``, R is ``outputs``. ``max_context``: of any sequence, with its new tokens.
+    ``decoding``: each token is of another sequence.
     ``activation_dtype``: of the inputs of products, "f32" or "int8"."""
 
     def __init__(
@@ -167,11 +168,12 @@ class Graph:
         state: Buffer,
         cache: KVCache,
         rope_tables: Mapping[str, RopeTable],
+        max_context: int,
         decoding: bool,
         activation_dtype: str = "f32",
     ) -> None:
         self.profile, self.config, self.activation_dtype = profile, config, activation_dtype
-        self.tokens, self.outputs, self.decoding = tokens, outputs, decoding
+        self.tokens, self.outputs, self.max_context, self.decoding = tokens, outputs, max_context, decoding
         self.act, self.state, self.cache, self.rope_tables = activations, state, cache, rope_tables
         self.steps: list[Step] = []
         self._product: Product | None = None  # the last one
@@ -421,7 +423,7 @@ class Graph:
         self.steps += attention(
             self.profile, self.cache.kv_dtype, x.ref, x.stride, out.ref, out.stride, where.buffer,
             where.k_offset, where.v_offset, c.heads, c.kv_heads, c.head_dim, self.tokens,
-            self.cache.capacity, self.state, self.act.partials, window=window, softcap=softcap, scale=scale,
+            self.max_context, self.state, self.act.partials, window=window, softcap=softcap, scale=scale,
             append=Append(norms, rotation) if together else None,
         )  # fmt: skip
 
