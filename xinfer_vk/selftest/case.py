@@ -205,6 +205,7 @@ DEVICE_CLASSES: Mapping[str, Callable[[DeviceProfile], DeviceProfile]] = {
     "as on a GPU": lambda p: dataclasses.replace(p, simd=False),
     "as on a CPU device": lambda p: dataclasses.replace(p, simd=True),
 }
+OWN_AND_GPU = ("", "as on a GPU")
 
 
 def kernel_cases(

@@ -11,10 +11,9 @@ from xinfer_vk.kernels.matmul import choose
 from xinfer_vk.kernels.routing import Routing, combine, group, route, routing_words
 from xinfer_vk.plan import BufferKind, Step
 from xinfer_vk.selftest.batch import Batch
-from xinfer_vk.selftest.case import EXACT, Bench, Build, Case, Tolerance, kernel_cases
+from xinfer_vk.selftest.case import EXACT, OWN_AND_GPU, Bench, Build, Case, Tolerance, kernel_cases
 from xinfer_vk.selftest.weights import random_words
 
-OWN_AND_GPU = ("", "as on a GPU")
 AT = 3  # of the routing in its buffer
 ROUTE = Tolerance(0.0, 2e-5, "a share is an exp of up to 30, off by 63 units in the last place, over a sum")
 COMBINE = Tolerance(2e-6, 1e-6, "a sum of up to nine numbers of about one")

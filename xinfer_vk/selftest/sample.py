@@ -12,10 +12,9 @@ from xinfer_vk.kernels.base import Ref
 from xinfer_vk.plan import Buffer, BufferKind, Step
 from xinfer_vk.sampling.device import DeviceSampler, RowParams
 from xinfer_vk.sampling.params import SamplingParams
-from xinfer_vk.selftest.case import Bench, Build, Case, Tolerance, kernel_cases
+from xinfer_vk.selftest.case import OWN_AND_GPU, Bench, Build, Case, Tolerance, kernel_cases
 
 SAME_TOKENS = Tolerance(0.0, 0.0, "integers after the logits, so that every device chooses the same token")
-OWN_AND_GPU = ("", "as on a GPU")
 CONTEXT = 24
 
 TRUNCATIONS: list[dict[str, Any]] = [

@@ -22,9 +22,7 @@ from xinfer_vk.kernels.softcap import softcap
 from xinfer_vk.kernels.swiglu import swiglu
 from xinfer_vk.plan import BufferKind, Step
 from xinfer_vk.selftest.batch import SPARE_BLOCKS, Batch
-from xinfer_vk.selftest.case import EXACT, Bench, Build, Case, Tolerance, kernel_cases
-
-OWN_AND_GPU = ("", "as on a GPU")
+from xinfer_vk.selftest.case import EXACT, OWN_AND_GPU, Bench, Build, Case, Tolerance, kernel_cases
 
 
 def _rows(rng: np.random.Generator, rows: int, dim: int, stride: int, scale: float = 1.0) -> np.ndarray:
