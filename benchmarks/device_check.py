@@ -56,6 +56,8 @@ def parts(device: str, tokens: int, repeats: int, tune: str) -> list[Part]:
         "-q",
         "-r",
         str(repeats),
+        "--tune",
+        tune,
     ]
     found = [
         Part("device", [*here, "--part", "device"], 20),
@@ -66,7 +68,8 @@ def parts(device: str, tokens: int, repeats: int, tune: str) -> list[Part]:
     measure = ["-p", "512", "-n", str(tokens)]
     for shape in SHAPES:
         for fmt in FORMATS:
-            found.append(Part(f"{shape}:{fmt}", [*bench, *measure, "-s", f"{shape}:{fmt}"], 60))
+            profile = ["--profile"] if shape in SHAPES[:2] else []
+            found.append(Part(f"{shape}:{fmt}", [*bench, *measure, *profile, "-s", f"{shape}:{fmt}"], 60))
         if shape == SHAPES[1]:  # the ends of the scale first, then what depth and batches do
             more = ["-s", f"{SHAPES[0]}:q8_0,{SHAPES[1]}:q8_0", "-p", "0", "-n", str(tokens)]
             found.append(Part("depth 4096", [*bench, *more, "-d", "4096"], 40))
@@ -326,11 +329,19 @@ def table(done: list[Part]) -> str:
 @click.command()
 @click.option("--device", default="", help="As for xinfer-vk. [default: the best there is]")
 @click.option("--seconds", default=240.0, show_default=True, type=click.FloatRange(min=1), help="In all.")
-@click.option("--output", default="device_check.json", show_default=True, type=click.Path(dir_okay=False))
+@click.option(
+    "--output", default="device_check.json", show_default=True, type=click.Path(dir_okay=False, writable=True)
+)
 @click.option("--only", help="Only parts whose name contains this.")
 @click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(min=1))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(min=1))
-@click.option("--tune", default="quick", show_default=True, help="As for xinfer-vk bench.")
+@click.option(
+    "--tune",
+    type=click.Choice(["off", "quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="As for xinfer-vk bench.",
+)
 @click.option("--part", type=click.Choice(list(OWN_PARTS)), hidden=True)
 def main(
     device: str,
@@ -348,7 +359,12 @@ def main(
             print(json.dumps(record), flush=True)
         return
     ends = time.monotonic() + seconds
-    todo = [p for p in parts(device, new_tokens, repeats, tune) if only is None or only in p.name]
+    if not Path(output).absolute().parent.is_dir():
+        raise click.UsageError(f"--output {output}: there is no such folder")
+    every = parts(device, new_tokens, repeats, tune)
+    todo = [p for p in every if only is None or only in p.name]
+    if not todo:
+        raise click.UsageError(f"--only {only}: no part; there are {', '.join(p.name for p in every)}")
     for each in todo:
         left = ends - time.monotonic()
         if left < 3:

@@ -35,6 +35,10 @@ import click
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+
+from xinfer_vk.cli.bench import COUNTS  # noqa: E402
+from xinfer_vk.errors import XinferError  # noqa: E402
+
 OURS = "xinfer-vk"
 
 
@@ -238,8 +242,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *notes])
 
 
-def counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if int(part))
+def positive(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(number for number in numbers if number)
 
 
 @click.command()
@@ -261,16 +265,23 @@ def counts(text: str) -> tuple[int, ...]:
     "--transformers-python",
     help="Python of an environment with torch, transformers and, for GGUF, gguf and accelerate.",
 )
-@click.option("--prompt-tokens", "-p", default="512", help="Prefills: 128,512; 0: none. [default: 512]")
-@click.option("--new-tokens", "-n", default="128", help="Decodes, as -p. [default: 128]")
-@click.option("--depth", "-d", default="0", help="Tokens in the cache before. [default: 0]")
+@click.option("--prompt-tokens", "-p", type=COUNTS, default=(512,), help="Prefills; 0: none. [default: 512]")
+@click.option("--new-tokens", "-n", type=COUNTS, default=(128,), help="Decodes; 0: none. [default: 128]")
+@click.option("--depth", "-d", type=COUNTS, default=(0,), help="Tokens in the cache before. [default: 0]")
 @click.option("--rounds", "-r", default=5, show_default=True, type=click.IntRange(min=1))
-@click.option("--gpu-prompt-tokens", help="Against the back end gpu, where that is slow. [default: as -p]")
-@click.option("--gpu-new-tokens", help="Likewise. [default: as -n]")
+@click.option(
+    "--gpu-prompt-tokens", type=COUNTS, help="Against the back end gpu, where that is slow. [default: as -p]"
+)
+@click.option("--gpu-new-tokens", type=COUNTS, help="Likewise. [default: as -n]")
 @click.option("--gpu-rounds", type=click.IntRange(min=1), help="Likewise. [default: as -r]")
 @click.option("--activations", type=click.Choice(["f32", "int8"]), default="f32", help="Ours. [default: f32]")
-@click.option("--cores", help="Numbers with commas. [default: all that this process may use]")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write every sample there too.")
+@click.option("--cores", type=COUNTS, help="Both run on these. [default: all that this process may use]")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Write every sample there too.",
+)
 def main(
     models: tuple[str, ...],
     device: str,
@@ -279,15 +290,15 @@ def main(
     backend: tuple[str, ...],
     flash_attention: bool,
     transformers_python: str | None,
-    prompt_tokens: str,
-    new_tokens: str,
-    depth: str,
+    prompt_tokens: tuple[int, ...],
+    new_tokens: tuple[int, ...],
+    depth: tuple[int, ...],
     rounds: int,
-    gpu_prompt_tokens: str | None,
-    gpu_new_tokens: str | None,
+    gpu_prompt_tokens: tuple[int, ...] | None,
+    gpu_new_tokens: tuple[int, ...] | None,
     gpu_rounds: int | None,
     activations: str,
-    cores: str | None,
+    cores: tuple[int, ...] | None,
     json_file: str | None,
 ) -> None:
     """Compare with other engines, in turn: a row for each model, peer and test.
@@ -298,12 +309,11 @@ def main(
 
     if not (llama_python or llama_bench or transformers_python):
         raise click.UsageError("no peer: give --llama-python, --llama-bench or --transformers-python")
-    depths = tuple(int(part) for part in depth.split(","))
-    usual = Sizes(counts(prompt_tokens), counts(new_tokens), depths, rounds)
+    usual = Sizes(positive(prompt_tokens), positive(new_tokens), depth, rounds)
     slow = Sizes(
-        usual.prompts if gpu_prompt_tokens is None else counts(gpu_prompt_tokens),
-        usual.new if gpu_new_tokens is None else counts(gpu_new_tokens),
-        depths,
+        usual.prompts if gpu_prompt_tokens is None else positive(gpu_prompt_tokens),
+        usual.new if gpu_new_tokens is None else positive(gpu_new_tokens),
+        depth,
         gpu_rounds or rounds,
     )
     backends = tuple(dict.fromkeys(backend))
@@ -311,7 +321,14 @@ def main(
     longest = max((t.tokens + t.depth for sizes in wanted for t in sizes.tests), default=0)
     if not longest:
         raise click.UsageError("nothing to measure: -p and -n are both 0")
-    pinned = [int(part) for part in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))
+    usable = sorted(os.sched_getaffinity(0))
+    pinned = usable if cores is None else sorted(set(cores))
+    if not set(pinned) <= set(usable):
+        raise click.UsageError(
+            f"--cores {','.join(map(str, pinned))}: this process may use {', '.join(map(str, usable))}"
+        )
+    if json_file and not Path(json_file).absolute().parent.is_dir():
+        raise click.UsageError(f"--json {json_file}: there is no such folder")
 
     def peers(model: str, told: dict[str, Any]) -> Iterator[tuple[Worker | LlamaBench, Sizes]]:
         """Those of one model. ``told``: what ours says of its device."""
@@ -357,4 +374,7 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except XinferError as error:
+        sys.exit(f"error: {error}")

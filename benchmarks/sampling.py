@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 
 import click
+
+from xinfer_vk.errors import XinferError
 
 SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 7}
 
@@ -55,4 +58,7 @@ def main(model: str, device: str | None, rounds: int, new_tokens: int, as_json: 
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except XinferError as error:
+        sys.exit(f"error: {error}")

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import click
 
+from xinfer_vk.errors import XinferError
+
 FIRST_TOKEN = [
     sys.executable,
     "-m",
@@ -75,4 +77,7 @@ def main(model: str, device: str | None, rounds: int, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except XinferError as error:
+        sys.exit(f"error: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -30,6 +31,24 @@ def test_device_check_ends_in_a_table(device: DeviceUnderTest, tmp_path: Path):
     table = done.stdout.split("\n\n")[1]
     assert device.name in table and "GB/s" in table
     assert kept["device"]["records"][0]["name"] == device.name
+
+
+def test_device_check_measures_as_it_was_told(device: DeviceUnderTest, tmp_path: Path):
+    spec = importlib.util.spec_from_file_location("device_check", BENCHMARKS / "device_check.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules["device_check"] = script
+    spec.loader.exec_module(script)
+    speeds = [p.arguments for p in script.parts("0", 8, 2, "full") if "bench" in p.arguments]
+    assert len(speeds) > 15 and all(a[a.index("--tune") + 1] == "full" for a in speeds)
+    assert sum("--profile" in a for a in speeds) == 6
+    for arguments, words in (
+        (("--only", "nothing"), ("--only nothing", "synchronization")),
+        (("--output", "/nowhere/x.json"), ("/nowhere/x.json", "no such folder")),
+        (("--tune", "fast"), ("--tune", "quick")),
+    ):
+        done = run("device_check.py", *arguments)
+        assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
 
 
 def test_what_there_is_no_time_for_is_told(device: DeviceUnderTest, tmp_path: Path):
@@ -164,6 +183,23 @@ def test_a_peer_that_cannot_start_is_told_in_a_line(device: DeviceUnderTest, tin
     assert done.returncode == 1 and "No module named 'llama_cpp'" in done.stderr.splitlines()[-1]
     done = run("peers.py", "-m", str(tiny_model), *arguments[:-1], "/nowhere/python")
     assert done.returncode == 1 and "llama.cpp cpu cannot be started" in done.stderr.splitlines()[-1]
+
+
+def test_mistakes_are_told_in_a_line(tmp_path: Path):
+    peers = ("-m", "smollm2-135m", "--llama-python", sys.executable)
+    for script, arguments, words in (
+        ("peers.py", (*peers, "-p", "many"), ("-p", "many")),
+        ("peers.py", (*peers, "-d", "-1"), ("-d", "-1")),
+        ("peers.py", (*peers, "--cores", "98765"), ("--cores 98765", "this process may use")),
+        ("peers.py", (*peers, "--json", "/nowhere/x.json"), ("/nowhere/x.json", "no such folder")),
+        ("peers.py", ("-m", "/nowhere", *peers[2:]), ("error: '/nowhere'",)),
+        ("startup.py", ("--model", "/nowhere"), ("error: '/nowhere'",)),
+        ("sampling.py", ("--model", "/nowhere"), ("error: '/nowhere'",)),
+    ):
+        done = run(script, *arguments)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode in (1, 2) and all(word in last for word in words), done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_errors_of_number_formats_are_below_those_of_the_plain_rule():
