@@ -6,6 +6,7 @@ NumPy runtime runs them where the device does not matter.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.runner import Chunk, ModelRunner, make_runner
 from xinfer_vk.errors import NumericError, OutOfMemoryError, UsageError
 from xinfer_vk.kernels import state as st
+from xinfer_vk.plan import Step
+from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.text.stream import StreamDecoder
 
@@ -243,6 +246,26 @@ def test_an_event_from_another_thread_ends_within_a_step(llm: LLM) -> None:
     result = stream.result
     assert result.finish_reason == "interrupted"
     assert len(result.token_ids) <= made + 1
+
+
+def test_a_prefill_ends_after_the_submit_under_way_if_nobody_waits_for_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = llm.generate([5, 6] * 20, max_new_tokens=3, ignore_eos=True).token_ids
+    event, real, count = threading.Event(), NumpyRuntime.run_step, itertools.count(1)
+
+    def run_step(self: NumpyRuntime, step: Step) -> None:
+        real(self, step)
+        if next(count) == 3:
+            event.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyRuntime, "run_step", run_step)
+        result = llm.generate([5, 6] * 20, max_new_tokens=3, stop_event=event)
+    assert (result.finish_reason, result.token_ids, next(count)) == ("interrupted", (), 4)
+    assert result.metrics.prefilled_tokens == 0
+    assert llm._runner is not None and llm._runner.cache.in_use == 0
+    assert llm.generate([5, 6] * 20, max_new_tokens=3, ignore_eos=True).token_ids == wanted
 
 
 def test_an_interrupted_batch_keeps_what_there_is(llm: LLM) -> None:

@@ -40,9 +40,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
     run, decode = ModelRunner.run, ModelRunner.decode
 
-    def counted(self: ModelRunner, chunks: Any, head: Any = "argmax") -> np.ndarray:
+    def counted(self: ModelRunner, chunks: Any, *more: Any) -> np.ndarray:
         taken.append(sum(len(chunk.token_ids) for chunk in chunks))
-        return run(self, chunks, head)
+        return run(self, chunks, *more)
 
     def counted_decode(
         self: ModelRunner, sequences: Any, tokens: Any, head: Any, steps: int

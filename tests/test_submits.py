@@ -22,8 +22,10 @@ STEPS = 5 * PROBE_STEPS - 3
 
 
 @pytest.fixture
-def chain(runtime):
-    """A plan in which each step needs the one before it; its first buffer and its last."""
+def chain(runtime, monkeypatch):
+    """A plan in which each step needs the one before it; its first buffer and its last. A busy machine is no
+    reason to cut it."""
+    monkeypatch.setattr(sequences, "SUBMIT_S", 1.0)
     buffers = [runtime.allocate(f"b{i}", 64, BufferKind.SCRATCH) for i in range(STEPS + 1)]
     plan = Plan("chain", tuple(copy_words(a, 0, b, 0, 64) for a, b in pairwise(buffers)))
     yield plan, buffers[0], buffers[-1]
@@ -54,12 +56,27 @@ def test_what_takes_too_long_is_cut_and_what_became_fast_is_joined(runtime, chai
     counts = []
     for run in range(7):
         if run == 3:
-            monkeypatch.setattr(sequences, "SUBMIT_S", 60.0)
+            monkeypatch.setattr(sequences, "SUBMIT_S", 1.0)
         runtime.write(first, 0, np.full(64, run, np.uint32))
         counts.append(submits(runtime, prepared))
         assert (runtime.read(last, 0, 64) == run).all()
         assert (prepared.longest_step_s > 0) == (counts[-1] == STEPS)
     assert counts == [5, STEPS, STEPS, 1, 1, 1, 1]
+
+
+def test_a_run_that_is_not_wanted_any_more_ends_after_the_submit_under_way(runtime, chain):
+    plan, first, last = chain
+    prepared = runtime.prepare(plan)
+    before = runtime.counters()
+    asked = iter((False, True))
+    assert not prepared.run(lambda: next(asked))
+    after = runtime.counters()
+    assert after["submits"] - before["submits"] == 2
+    assert after["dispatches"] - before["dispatches"] == 2 * PROBE_STEPS
+    data = np.arange(64, dtype=np.uint32)
+    runtime.write(first, 0, data)
+    assert prepared.run(lambda: False)
+    assert (runtime.read(last, 0, 64) == data).all()
 
 
 def test_one_slow_run_is_no_reason_to_cut(runtime, chain, monkeypatch):

@@ -176,7 +176,8 @@ class Plan:
 
 
 class Recorded(Protocol):
-    """A plan made ready by a runtime. ``run`` returns when the device has finished.
+    """A plan made ready by a runtime. ``run`` returns when the device has finished, or, once ``stopped`` says
+    so, after the submit under way; whether everything was run.
 
     ``seconds``: of the last run, the submits and the waiting for their ends. ``longest_step_s``: the
     longest time in it of a step that was submitted by itself because it takes so long; 0 if there was none.
@@ -188,7 +189,7 @@ class Recorded(Protocol):
     @property
     def longest_step_s(self) -> float: ...
 
-    def run(self) -> None: ...
+    def run(self, stopped: Callable[[], bool] | None = None) -> bool: ...
 
     def times_ns(self) -> np.ndarray:
         """How long each step of the plan took in the last run, nanoseconds, ``float64 [steps]``. Raises

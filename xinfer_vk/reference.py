@@ -132,11 +132,14 @@ class RecordedOracles:
         self._runtime, self._steps = runtime, plan.steps
         self._ends_ns: list[int] = [0]  # of the last run: its start, then the end of each step
 
-    def run(self) -> None:
+    def run(self, stopped: Callable[[], bool] | None = None) -> bool:
         self._ends_ns = [time.perf_counter_ns()]
         for step in self._steps:
+            if stopped is not None and stopped():
+                return False
             self._runtime.run_step(step)
             self._ends_ns.append(time.perf_counter_ns())
+        return True
 
     @property
     def seconds(self) -> float:

@@ -74,6 +74,10 @@ def bucket(count: int) -> int:
     return 0 if count == 0 else 1 << (count - 1).bit_length()
 
 
+class StepStopped(Exception):
+    """A step was given up before its end: the sequences are as they were before it."""
+
+
 class ModelRunner:
     """Runs batches of one model on one device over one KV cache.
 
@@ -153,7 +157,9 @@ class ModelRunner:
             )
         return self._sampler
 
-    def run(self, chunks: Sequence[Chunk], head: Head = "argmax") -> np.ndarray:
+    def run(
+        self, chunks: Sequence[Chunk], head: Head = "argmax", stopped: Callable[[], bool] | None = None
+    ) -> np.ndarray:
         """Append every chunk to its sequence and return, in order, for the rows asked for:
 
         * ``head="argmax"``: token ids, ``int64 [rows]``
@@ -161,7 +167,9 @@ class ModelRunner:
         * ``head="logits"``: ``float32 [rows, vocabulary]``
         * ``head="logprobs"``: nothing; ``sampler.read_logprobs`` has those of the rows' targets
 
-        Raises :class:`OutOfMemoryError` when the cache is full and :class:`NumericError` on NaN.
+        A step of many tokens may take seconds: between its submits ``stopped`` may say that it is not wanted
+        any more, which raises :class:`StepStopped`. Raises :class:`OutOfMemoryError` when the cache is full
+        and :class:`NumericError` on NaN.
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
@@ -169,8 +177,10 @@ class ModelRunner:
         recorded, self.last_plan = self._plan(
             planned, bucket(rows), head, 1, _decoding(chunks), self._context(planned, _longest(chunks))
         )
-        recorded.run()
+        whole = recorded.run(stopped)
         self.device_s += recorded.seconds
+        if not whole:
+            raise StepStopped
         if recorded.longest_step_s > LONG_STEP_S and total > FEWEST_PREFILL_TOKENS:
             self.prefill_tokens = min(self.prefill_tokens, bucket(total) // 2)
         for chunk in chunks:

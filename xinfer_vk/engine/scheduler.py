@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from xinfer_vk.engine.generation import Generation
-from xinfer_vk.engine.runner import Chunk, Head, ModelRunner
+from xinfer_vk.engine.runner import Chunk, Head, ModelRunner, StepStopped
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.plan import Plan
@@ -210,7 +210,10 @@ class Scheduler:
         choosing = [g for g, c in batch if c.outputs == "last"]
         head = self._head(choosing)
         decoding = any(g.prefilled for g, _ in batch)
-        out = self.runner.run([c for _, c in batch], head)
+        try:
+            out = self.runner.run([c for _, c in batch], head, self._nobody_waits)
+        except StepStopped:
+            return  # the next step ends them
         if decoding or not self._decoded:
             self._decoded, self._counted = decoding, (self.runner.last_plan, 1)
         self._note_prompts(batch, began, compiled)
@@ -219,6 +222,9 @@ class Scheduler:
         for row, generation in enumerate(choosing):
             token, logprobs = self._choice(out, row, generation, head)
             generation.accept(token, logprobs, now, compile_s)
+
+    def _nobody_waits(self) -> bool:
+        return all(g.stop_event.is_set() for g in self._running)
 
     def _decode(self) -> None:
         """A decode step of everything that runs, or several at once. What a generation chose after its end is

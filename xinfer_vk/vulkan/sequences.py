@@ -11,7 +11,7 @@ times say how it is recorded for good: in as few submits as take :data:`SUBMIT_S
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,17 @@ class Recorder:
                 recordings.append((self._layer.newest_recording(), len(part)))
         return sequences, recordings
 
-    def evaluate(self, sequences: Sequence[Any], doing: str) -> list[float]:
-        """Run sequences one after the other, each to its end. Seconds of each."""
-        return [self._guard.call(sequence.eval, doing) for sequence in sequences]
+    def evaluate(
+        self, sequences: Sequence[Any], doing: str, stopped: Callable[[], bool] | None = None
+    ) -> list[float]:
+        """Run sequences one after the other, each to its end, until ``stopped`` says so. Seconds of each that
+        was run."""
+        seconds: list[float] = []
+        for sequence in sequences:
+            if stopped is not None and seconds and stopped():
+                break
+            seconds.append(self._guard.call(sequence.eval, doing))
+        return seconds
 
     def begin(self, sequence: Any, doing: str) -> None:
         """Submit a sequence and do not wait; :meth:`end` must follow."""
@@ -171,8 +179,9 @@ class RecordedPlan:
         self._probing = recorder.adapts  # until it was run once
         self._record(recorder.ranges(steps))
 
-    def run(self) -> None:
-        """Run every step and wait. kp holds the GIL meanwhile.
+    def run(self, stopped: Callable[[], bool] | None = None) -> bool:
+        """Run every step and wait. kp holds the GIL meanwhile. Between two submits ``stopped`` may say that
+        the others are not wanted any more; returns whether all were run.
 
         Raises :class:`DeviceLostError` when the driver gave up, :class:`OutOfMemoryError` when it could
         not submit, :class:`UsageError` when the plan was released.
@@ -181,13 +190,17 @@ class RecordedPlan:
             raise UsageError(f"plan {self.name!r} cannot run: {self._released}")
         if self._recorder.adapts:
             self._adapt()  # now, not after the last run: its timestamps may have been wanted
-        took = self._recorder.evaluate(self._sequences, self._doing)
-        self._seconds = [*self._seconds[-1:], took]
+        took = self._recorder.evaluate(self._sequences, self._doing, stopped)
         self.seconds = sum(took)
         counts = self._counts
+        counts.submits += len(took)
+        if len(took) < len(self._sequences):
+            counts.dispatches += sum(stop - start for start, stop in self._ranges[: len(took)])
+            return False
+        self._seconds = [*self._seconds[-1:], took]
         counts.runs += 1
         counts.dispatches += self.dispatches
-        counts.submits += len(self._sequences)
+        return True
 
     @property
     def longest_step_s(self) -> float:
