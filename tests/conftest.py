@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,10 @@ def _add_swiftshader() -> None:
 
 
 _add_swiftshader()
+
+# A script's background job ignores SIGINT, and so do its children, which tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.get("XINFER_VK_TEST_EVERY_BARRIER"):
     # For validation, which knows a bound buffer only as a whole: steps that are marked independent because
