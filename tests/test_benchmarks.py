@@ -59,7 +59,7 @@ def test_what_there_is_no_time_for_is_told(device: DeviceUnderTest, tmp_path: Pa
 
 def test_a_part_that_crashes_is_told_and_the_next_one_runs(device: DeviceUnderTest, tmp_path: Path):
     broken = {"XINFER_VK_INJECT": "vkQueueSubmit:3:-4"}  # the device is lost
-    done, kept = check(device, tmp_path / "check.json", "--only", "n", "--seconds", "10", **broken)
+    done, kept = check(device, tmp_path / "check.json", "--only", "s", "--seconds", "120", **broken)
     assert done.returncode == 1 and list(kept)[:2] == ["synchronization", "kernels"]
     for name in ("synchronization", "kernels"):
         assert "the device was lost" in kept[name]["problem"], kept[name]["problem"]

@@ -225,7 +225,7 @@ class WeightPlanner:
         :class:`OutOfMemoryError` from the runtime, after freeing what was allocated.
         """
         self.check()
-        runtime.require_free(self.total_bytes, f"the weights of {self.source.name}")
+        runtime.require_free(self.total_bytes, f"loading {self.source.name}")
         arenas = [arena for arena in (self._params, *self._arenas) if arena.words]
         try:
             for arena in arenas:
