@@ -1,8 +1,9 @@
 """A model of exactly Qwen2.5-0.5B's shape with random bf16 weights: loads, fits, generates.
 
 Its embedding (272 MB) is over lavapipe's storage-buffer range, so it is split over buffers. Peak memory is
-that of a fresh process, everything in it counted: 1.3 × the file is 296 MB for Python, NumPy, the driver,
-activations and the KV cache, and leaves no room for a second copy of even the embedding.
+that of a fresh process with empty caches, everything in it counted. 1.25 × (file + 64 MB) is 327 MB more than
+the file for Python, NumPy, the driver and its compiler, activations and the KV cache: no room for a second
+copy of even the embedding.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ with LLM(sys.argv[1], device=sys.argv[2]) as llm:
 """
 
 
-def test_a_model_of_qwen_2_5s_shape_stays_within_1_3_times_its_file(device: object, tmp_path: Path) -> None:
+def test_a_model_of_qwen_2_5s_shape_stays_within_its_memory(device: object, tmp_path: Path) -> None:
     if device.id != "lavapipe":  # type: ignore[attr-defined]
         return  # one device is enough for a gigabyte of weights; the kernels are tested on each
     folder = write_qwen2_5_0_5b(tmp_path / "model")
@@ -48,4 +49,4 @@ def test_a_model_of_qwen_2_5s_shape_stays_within_1_3_times_its_file(device: obje
     assert got["formats"] == ["bf16"]
     assert got["embedding_parts"] > 1
     assert got["weights"] <= 1.02 * size
-    assert got["peak"] <= 1.3 * size, f"{got['peak'] / size:.2f} × the file"
+    assert got["peak"] <= 1.25 * (size + 64e6), f"{got['peak'] / size:.2f} × the file"
