@@ -362,13 +362,13 @@ def fitted_table(
         return whole
     same = [i for i in range(keys - 1) if len({row[i] for row in rows}) == 1]
     named = [i for i in range(keys) if i not in same]
-    parts: list[list[int]] = []
-    for i in range(keys, len(titles)):
-        more = [*(parts[-1] if parts else named), i]
-        if not parts or (len(parts[-1]) > len(named) and len(_columns(titles, rows, more)[0]) > columns):
-            more = [*named, i]
-            parts.append(more)
-        parts[-1] = more
+    parts = [[*named, keys]]
+    for i in range(keys + 1, len(titles)):
+        more = [*parts[-1], i]
+        if len(_columns(titles, rows, more)[0]) <= columns:
+            parts[-1] = more
+        else:
+            parts.append([*named, i])
     above = [", ".join(f"{titles[i]} {rows[0][i]}" for i in same), ""] if same else []
     tables = [_columns(titles, rows, part) for part in parts]
     return [*above, *(line for table in tables for line in (*table, ""))][:-1]
