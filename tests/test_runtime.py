@@ -708,9 +708,20 @@ def test_two_devices_work_side_by_side(device):
 
 
 def test_runtimes_can_be_opened_and_closed_many_times(device):
-    for _ in range(70):  # more than the layer has places for at one time
+    for _ in range(70):
         with KomputeRuntime(device.info) as rt:
             assert rt.layer_active or layer.load_library()[0] is None
+
+
+def test_any_number_of_runtimes_can_be_open_at_once(device):
+    """The 65th once corrupted the heap: the layer's tables had 64 places."""
+    opened = [KomputeRuntime(device.info) for _ in range(66)]
+    try:
+        assert all(rt.layer_active for rt in opened) or layer.load_library()[0] is None
+        assert opened[-1].read(opened[-1].allocate("buffer", 4, BufferKind.RESULT), 0, 4).tolist() == [0] * 4
+    finally:
+        for rt in opened:
+            rt.close()
 
 
 def test_a_runtime_is_opened_by_name(device):

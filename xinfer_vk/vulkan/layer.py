@@ -26,7 +26,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, Usa
 
 LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
 NAME = "VK_LAYER_XINFER_companion"
-ABI_VERSION = 6  # of layer.c
+ABI_VERSION = 7  # of layer.c
 MOST_NUMBER = 10**9  # that a variable may hold: a thousand times that fits 64 bits
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
@@ -128,7 +128,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": res
     "next_is_independent": (None, (_u64,)),
     "next_groups": (None, (_u64, _u32, _u32, _u32)),
     "next_is_read_back": (None, (_u64,)),
-    "next_subgroups_full": (None, (_u64,)),
+    "next_subgroups_full": (None, (_u64, _i32)),
     "newest_address": (_u64, (_u64,)),
     "cached_type": (_u32, (_pointer, _pointer, _u32, _u32, _u32)),
     "set_barriers": (None, (_u64, _i32)),
@@ -279,9 +279,9 @@ class DeviceLayer:
         """The next mapped memory is for what the host reads: let it be cached, where there is such."""
         self._library.xinfer_next_is_read_back(self._id)
 
-    def next_subgroups_full(self) -> None:
-        """The shader of the next pipeline needs subgroups with all their lanes (see ``Kernel``)."""
-        self._library.xinfer_next_subgroups_full(self._id)
+    def next_subgroups_full(self, full: bool) -> None:
+        """Whether the shader of the next pipeline needs subgroups with all their lanes (see ``Kernel``)."""
+        self._library.xinfer_next_subgroups_full(self._id, full)
 
     def newest_address(self) -> int:
         """The device address of the buffer made last; 0 where buffers have none (feature buffer_address)."""

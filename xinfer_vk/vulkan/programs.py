@@ -131,8 +131,8 @@ class Programs:
             spec = np.array([value for _, value in kernel.spec], np.uint32)
             tensors = [self._memory.bound_tensor(buffer) for buffer in _bound(step)]
             with self._guard(f"compiling {kernel.name}"):
-                if kernel.full_subgroups and self._layer is not None:
-                    self._layer.next_subgroups_full()
+                if self._layer is not None:
+                    self._layer.next_subgroups_full(kernel.full_subgroups)
                 algorithm = self._manager.algorithm(
                     tensors, code, step.groups, spec, np.zeros(len(kernel.params), np.uint32)
                 )

@@ -177,6 +177,7 @@ class RecordedPlan:
         self._seconds: list[list[float]] = []  # of each range, in its last two runs
         self.seconds = 0.0  # of the last run: the submits and the waiting for their ends
         self._probing = recorder.adapts  # until it was run once
+        self._failed = False
         self._record(recorder.ranges(steps))
 
     def run(self, stopped: Callable[[], bool] | None = None) -> bool:
@@ -184,13 +185,17 @@ class RecordedPlan:
         the others are not wanted any more; returns whether all were run.
 
         Raises :class:`DeviceLostError` when the driver gave up, :class:`OutOfMemoryError` when it could
-        not submit, :class:`UsageError` when the plan was released.
+        not submit (the plan can run again), :class:`UsageError` when the plan was released.
         """
         if self._released:
             raise UsageError(f"plan {self.name!r} cannot run: {self._released}")
-        if self._recorder.adapts:
+        if self._failed:
+            self._record(self._ranges)
+        elif self._recorder.adapts:
             self._adapt()  # now, not after the last run: its timestamps may have been wanted
+        self._failed = True  # unless it ends well: kp takes a sequence that failed halfway for a running one
         took = self._recorder.evaluate(self._sequences, self._doing, stopped)
+        self._failed = False
         self.seconds = sum(took)
         counts = self._counts
         counts.submits += len(took)
