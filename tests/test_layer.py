@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -476,12 +477,45 @@ def test_a_layer_the_loader_refuses_is_told_and_done_without(device, monkeypatch
         assert works(rt)
 
 
-def test_without_a_place_for_the_manifest_the_layer_is_done_without(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+@pytest.mark.parametrize(
+    ("folder", "manifest", "reason"),
+    [("no-manifest", False, "layer.json is not beside it"), ("a:b", True, "has a ':' in its name")],
+)
+def test_a_layer_that_the_loader_cannot_find_is_told_and_done_without(
+    device, monkeypatch, tmp_path, folder, manifest, reason
+):
+    copy = tmp_path / folder / layer.LIBRARY.name
+    copy.parent.mkdir()
+    shutil.copy(layer.LIBRARY, copy)
+    if manifest:
+        shutil.copy(layer.LIBRARY.parent / layer.MANIFEST, copy.parent)
+    monkeypatch.setattr(layer, "LIBRARY", copy)
     with KomputeRuntime(device.info) as rt:
         assert not rt.layer_active
-        assert any("its manifest cannot be written" in n for n in rt.notices)
+        assert any(reason in n for n in rt.notices)
         assert works(rt)
+
+
+def test_opening_a_device_writes_no_files(device, monkeypatch, tmp_path):
+    """What a process that dies meanwhile would leave."""
+    made: list[str] = []
+    real = layer.DeviceLayer.of_newest_device
+
+    def look():
+        made.extend(p.name for p in tmp_path.rglob("*"))
+        return real()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *a, **k: pytest.fail("a temporary folder was made"))
+    monkeypatch.setattr(layer.DeviceLayer, "of_newest_device", look)
+    with KomputeRuntime(device.info) as rt:
+        assert rt.layer_active and not made
+
+
+def test_the_build_and_the_program_call_the_layer_the_same():
+    from build_support import layer as built
+
+    assert (layer.NAME, layer.MANIFEST, layer.LIBRARY.name) == (built.NAME, built.MANIFEST, built.LIBRARY)
 
 
 def test_two_devices_are_kept_apart(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -427,7 +428,7 @@ def test_runs_are_counted(fresh):
 
 def test_shaders_that_were_not_compiled_are_told_with_the_remedy(fresh, tmp_path):
     plan, _, _ = chain(fresh)
-    for content in (None, "{}", "not json"):
+    for content in (None, "{}", "not json", "[]", '{"copy_words": 3}'):
         fresh._programs._shaders = programs.ShaderLibrary(tmp_path)
         if content is not None:
             (tmp_path / "manifest.json").write_text(content)
@@ -443,13 +444,41 @@ def test_a_shader_file_that_is_missing_is_told_with_the_remedy(fresh, tmp_path):
         fresh.prepare(plan)
 
 
-@pytest.mark.parametrize("content", [b"", b"not SPIR-V", b"\x03\x02\x23\x07\0"])
-def test_a_shader_file_that_is_no_spirv_never_reaches_the_driver(fresh, tmp_path, content):
+def changed(code: bytes, at: int) -> bytes:
+    return code[:at] + bytes([code[at] ^ 1]) + code[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda code: b"",
+        lambda code: b"not SPIR-V",
+        lambda code: code[:20],
+        lambda code: code[: len(code) // 8 * 4],
+        lambda code: code[:-4],
+        lambda code: code + bytes(4),
+        lambda code: changed(code, 0),
+        lambda code: changed(code, len(code) // 2),
+        lambda code: (programs.SPIRV / "fill_words.spv").read_bytes(),
+    ],
+)
+def test_a_shader_file_that_is_not_what_was_compiled_never_reaches_the_driver(fresh, tmp_path, damage):
     plan, _, _ = chain(fresh)
-    (tmp_path / "manifest.json").write_text(json.dumps({"copy_words": {"file": "bad.spv"}}))
-    (tmp_path / "bad.spv").write_bytes(content)
+    shutil.copy(programs.SPIRV / "manifest.json", tmp_path)
+    file = tmp_path / "copy_words.spv"
+    file.write_bytes(damage((programs.SPIRV / file.name).read_bytes()))
     fresh._programs._shaders = programs.ShaderLibrary(tmp_path)
-    with pytest.raises(DeviceError, match=r"bad\.spv is damaged.*build_shaders\.py"):
+    with pytest.raises(DeviceError, match=r"copy_words\.spv is damaged: .*build_shaders\.py") as caught:
+        fresh.prepare(plan)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_of_an_older_build_is_told_with_the_remedy(fresh, tmp_path):
+    plan, _, _ = chain(fresh)
+    (tmp_path / "manifest.json").write_text(json.dumps({"copy_words": {"file": "copy_words.spv"}}))
+    shutil.copy(programs.SPIRV / "copy_words.spv", tmp_path)
+    fresh._programs._shaders = programs.ShaderLibrary(tmp_path)
+    with pytest.raises(DeviceError, match=r"copy_words\.spv is damaged.*build_shaders\.py"):
         fresh.prepare(plan)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.plan import Buffer, Plan, Step
 from xinfer_vk.vulkan.devices import DeviceInfo
-from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.guard import Guard, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.programs import Programs
@@ -259,10 +259,16 @@ class RecordedPlan:
             spans.append((np.diff(ticks) & mask).astype(np.float64) * self._info.timestamp_period_ns)
         return np.concatenate(spans)[self._extra :]
 
+    def keep_for_good(self) -> None:
+        """In a fork: see that no destructor calls the driver."""
+        never_let_go(self._sequences)
+
     def release(self, reason: str = "it was released") -> None:
         """Destroy the command buffers; harmless when done before."""
         if not self._released:
             self._released = reason
+            if self._guard.process.is_another:
+                return  # the sequences are the other process's
             for sequence in self._sequences:
                 sequence.destroy()
             self._sequences = []
