@@ -285,8 +285,8 @@ def vulkan_instance() -> Iterator[tuple[Any, list[Any]]]:
 
 
 def _instance_info(vk: Any) -> Any:
-    """Asks for portability drivers (MoltenVK) too, which the loader does not list else. Kompute's instance asks
-    as well (build_support/portability.hpp), so indices agree."""
+    """Asks for portability drivers (MoltenVK) too, which the loader does not list else. Kompute asks as well
+    (build_support/portability.hpp), so indices agree."""
     application = vk.VkApplicationInfo(pApplicationName="xinfer-vk", apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
     offered = {e.extensionName for e in vk.vkEnumerateInstanceExtensionProperties(None)}
     if PORTABILITY_ENUMERATION not in offered:
