@@ -274,6 +274,7 @@ class KomputeRuntime:
             return
         manager, self._manager = self._manager, None
         if hasattr(self, "_cache"):  # not if __init__ failed before
+            self._transfers.close()
             for plan in list(self._plans):
                 plan.release("its runtime was closed")
             if not self._guard.lost:

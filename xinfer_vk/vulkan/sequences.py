@@ -103,8 +103,14 @@ class Recorder:
         return seconds
 
     def begin(self, sequence: Any, doing: str) -> None:
-        """Submit a sequence and do not wait; :meth:`end` must follow."""
-        self._guard.call(sequence.eval_async, doing)
+        """Submit a sequence and do not wait; :meth:`end` must follow, unless this raises."""
+
+        def submit() -> None:
+            sequence.eval_async()
+            if self._layer is not None and self._layer.has_failed:
+                sequence.eval_await()  # kp destroys the fence there; the layer lets nobody wait for a failure
+
+        self._guard.call(submit, doing)
 
     def end(self, sequence: Any, doing: str) -> None:
         """Wait for a sequence that was begun."""
@@ -180,8 +186,8 @@ class RecordedPlan:
         self._record(recorder.ranges(steps))
 
     def run(self, stopped: Callable[[], bool] | None = None) -> bool:
-        """Run every step and wait. kp holds the GIL meanwhile. Between two submits ``stopped`` may say that
-        the others are not wanted any more; returns whether all were run.
+        """Run every step and wait, while other Python threads run. Between two submits ``stopped`` may say
+        that the others are not wanted any more; returns whether all were run.
 
         Raises :class:`DeviceLostError` when the driver gave up, :class:`OutOfMemoryError` when it could
         not submit, :class:`UsageError` when the plan was released.
