@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from xinfer_vk.errors import DeviceError, DeviceLostError, XinferError
+from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 from xinfer_vk.vulkan.layer import DeviceLayer
+
+
+class Process:
+    """The process that opened a device. A fork of it lacks the driver's threads: a call there would hang."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_another(self) -> bool:
+        """Whether this code runs in a fork of it."""
+        return os.getpid() != self._id
+
+    def require(self) -> None:
+        """Raise :class:`UsageError` in a fork."""
+        if self.is_another:
+            raise UsageError(
+                f"process {os.getpid()} is a fork of process {self._id}, which has a Vulkan device open, and "
+                "cannot use Vulkan: create the LLM after the fork only, or start processes with "
+                "multiprocessing.get_context('spawn')"
+            )
+
+
+def never_let_go(thing: object) -> None:
+    """Keep an object for good, with all it refers to: its destructor would call the driver."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Guard:
@@ -17,12 +45,13 @@ class Guard:
 
     def __init__(self, layer: DeviceLayer | None) -> None:
         self._layer = layer
+        self.process = Process()
         self.lost = False
 
     @contextmanager
     def __call__(self, doing: str, detail: str = "") -> Iterator[None]:
         """``doing`` completes "out of device memory while …". ``detail`` is added to the message."""
-        self._refuse_lost(doing)
+        self._refuse(doing)
         try:
             yield
         except XinferError:
@@ -33,7 +62,7 @@ class Guard:
 
     def call(self, function: Callable[[], object], doing: str) -> float:
         """The same around one call, for what is done at every step; how many seconds the call took."""
-        self._refuse_lost(doing)
+        self._refuse(doing)
         began = time.perf_counter()
         try:
             function()
@@ -43,7 +72,8 @@ class Guard:
         self.check(doing)
         return seconds
 
-    def _refuse_lost(self, doing: str) -> None:
+    def _refuse(self, doing: str) -> None:
+        self.process.require()
         if self.lost:
             raise DeviceLostError(f"{doing}: the device was lost earlier; open it anew")
 

@@ -29,7 +29,7 @@ from xinfer_vk.vulkan.devices import (
     vulkan_instance,
     wants_numpy,
 )
-from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.guard import Guard, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.memory import DeviceMemory
 from xinfer_vk.vulkan.pipeline_cache import PipelineCacheFile, pipeline_cache_folder
@@ -56,6 +56,7 @@ def open_runtime(
         from xinfer_vk.reference import NumpyRuntime
 
         return NumpyRuntime()
+    _refuse_fork()
     with vulkan_instance():  # so that the drivers stay loaded between looking and opening
         choice = choose_device(device)
         assert choice.device is not None, "NumPy was chosen above"
@@ -65,7 +66,8 @@ def open_runtime(
 
 
 class KomputeRuntime:
-    """A :class:`~xinfer_vk.plan.Runtime` on a Vulkan device. Use it from one thread at a time.
+    """A :class:`~xinfer_vk.plan.Runtime` on a Vulkan device. Use it from one thread at a time, and in
+    the process that opened it, not in a fork.
 
     ``device``: what :func:`devices.list_devices` said of it, or its index. ``memory``: "unified" keeps all
     buffers mapped, "discrete" keeps in device memory what only kernels touch; "auto" (or None, and then
@@ -85,6 +87,7 @@ class KomputeRuntime:
         steps_per_submit: int | None = None,
     ) -> None:
         self._manager: Any = None  # first of all, so that close() works from anywhere below
+        _refuse_fork()
         named = "memory" if memory else "XINFER_VK_MEMORY"
         memory = memory or os.environ.get("XINFER_VK_MEMORY") or "auto"
         if memory not in MEMORY_CHOICES:
@@ -101,10 +104,10 @@ class KomputeRuntime:
             if not self.info.is_cpu:  # a CPU device has nothing that could keep it from opening
                 check_opens(self.info)
             self._manager, self._layer, layer_notice = _open_manager(self.info)
+        self._guard = Guard(self._layer)
         _close_at_exit(self)
         self.notices: tuple[str, ...] = (*notices, layer_notice) if layer_notice else tuple(notices)
         self.profile = self.info.profile(self._layer.features if self._layer else frozenset())
-        self._guard = Guard(self._layer)
         discrete = memory == "discrete" or (memory == "auto" and not self.info.unified_memory)
         self._memory = DeviceMemory(self._manager, self.info, self._guard, self._layer, discrete=discrete)
         self._programs = Programs(self._manager, self._memory, self._guard, self._layer)
@@ -273,6 +276,8 @@ class KomputeRuntime:
         if self._manager is None:
             return
         manager, self._manager = self._manager, None
+        if self._guard.process.is_another:
+            return  # all of it is the other process's
         if hasattr(self, "_cache"):  # not if __init__ failed before
             self._transfers.close()
             for plan in list(self._plans):
@@ -299,6 +304,7 @@ class KomputeRuntime:
     def _open(self) -> None:
         if self._manager is None:
             raise UsageError("the runtime is closed: open a new one")
+        self._guard.process.require()
 
     def _open_pipeline_cache(self) -> PipelineCacheFile | None:
         folder = pipeline_cache_folder()
@@ -361,7 +367,7 @@ def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, 
             with companion.enabled(replace_path), _opening(info):
                 manager = kp.Manager(info.index)
         except OSError as error:
-            reason = f"its manifest cannot be written: {error}"
+            reason = str(error)
             break
         layer = companion.DeviceLayer.of_newest_device()
         if layer is not None:
@@ -413,3 +419,21 @@ def _close_at_exit(runtime: KomputeRuntime) -> None:
 def _close_all() -> None:
     for runtime in list(_open_runtimes):
         runtime.close()
+
+
+def _refuse_fork() -> None:
+    """Raise :class:`UsageError` in a fork of a process that has a device open."""
+    for runtime in list(_open_runtimes):
+        runtime._guard.process.require()
+
+
+def _keep_all_after_fork() -> None:
+    """What a fork has of a device is never destroyed: that would wait for threads of the other process."""
+    for runtime in list(_open_runtimes):
+        never_let_go(runtime)
+        for plan in list(runtime._plans):
+            plan.keep_for_good()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_all_after_fork)

@@ -20,7 +20,7 @@ import numpy as np
 from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.plan import Buffer, Plan, Step
 from xinfer_vk.vulkan.devices import DeviceInfo
-from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.guard import Guard, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.programs import Programs
@@ -183,6 +183,7 @@ class RecordedPlan:
         self._seconds: list[list[float]] = []  # of each range, in its last two runs
         self.seconds = 0.0  # of the last run: the submits and the waiting for their ends
         self._probing = recorder.adapts  # until it was run once
+        self._failed = False
         self._record(recorder.ranges(steps))
 
     def run(self, stopped: Callable[[], bool] | None = None) -> bool:
@@ -190,13 +191,17 @@ class RecordedPlan:
         that the others are not wanted any more; returns whether all were run.
 
         Raises :class:`DeviceLostError` when the driver gave up, :class:`OutOfMemoryError` when it could
-        not submit, :class:`UsageError` when the plan was released.
+        not submit (the plan can run again), :class:`UsageError` when the plan was released.
         """
         if self._released:
             raise UsageError(f"plan {self.name!r} cannot run: {self._released}")
-        if self._recorder.adapts:
+        if self._failed:
+            self._record(self._ranges)
+        elif self._recorder.adapts:
             self._adapt()  # now, not after the last run: its timestamps may have been wanted
+        self._failed = True  # unless it ends well: kp takes a sequence that failed halfway for a running one
         took = self._recorder.evaluate(self._sequences, self._doing, stopped)
+        self._failed = False
         self.seconds = sum(took)
         counts = self._counts
         counts.submits += len(took)
@@ -260,10 +265,16 @@ class RecordedPlan:
             spans.append((np.diff(ticks) & mask).astype(np.float64) * self._info.timestamp_period_ns)
         return np.concatenate(spans)[self._extra :]
 
+    def keep_for_good(self) -> None:
+        """In a fork: see that no destructor calls the driver."""
+        never_let_go(self._sequences)
+
     def release(self, reason: str = "it was released") -> None:
         """Destroy the command buffers; harmless when done before."""
         if not self._released:
             self._released = reason
+            if self._guard.process.is_another:
+                return  # the sequences are the other process's
             for sequence in self._sequences:
                 sequence.destroy()
             self._sequences = []
