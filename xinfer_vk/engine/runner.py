@@ -169,7 +169,7 @@ class ModelRunner:
 
         A step of many tokens may take seconds: between its submits ``stopped`` may say that it is not wanted
         any more, which raises :class:`StepStopped`. Raises :class:`OutOfMemoryError` when the cache is full
-        and :class:`NumericError` on NaN.
+        and :class:`NumericError` on NaN and +inf.
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
@@ -423,7 +423,7 @@ class ModelRunner:
             words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
             self.bytes_read += words.nbytes
             out = words.view(np.float32).reshape(rows, logits.stride)
-            if np.isnan(out).any():
+            if not (out < np.inf).all():  # NaN is not, either
                 check_tokens(np.array([NAN_TOKEN]), [chunks[0].sequence.length], self.steps_run)
             return out
         words = self.runtime.read(self._result, 0, rows)
