@@ -243,16 +243,16 @@ def bench(capsys, *arguments):
 
 
 def test_activations_in_8_bits_are_a_model_of_their_own(capsys, tiny):
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--activations", "int8", "-o", "jsonl")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--activations", "int8", "-o", "jsonl")
     assert code == 0
     row = json.loads(out.splitlines()[0])
     assert row["activations"] == "int8" and row["model"] == "tiny:q8_0, int8 activations"
-    code, _, err = bench(capsys, "-s", "tiny:f16", *SHORT, "--activations", "int8")
+    code, _, err = bench(capsys, "--synthetic", "tiny:f16", *SHORT, "--activations", "int8")
     assert code == 2 and "this model's are in f16" in err
 
 
 def test_rows_carry_what_makes_them_comparable(capsys, tiny):
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "-q", "--profile")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json", "-q", "--profile")
     assert code == 0
     rows = json.loads(out)
     assert [r["test"] for r in rows] == ["pp2", "tg1"]
@@ -275,14 +275,17 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-s", "qwen2.5-0.5b"], ["SHAPE:FORMAT", "q4_0"]),
-        (["-s", "gpt-9:q4_0"], ["gpt-9", "qwen2.5-0.5b"]),
-        (["-s", "smollm2-135m:f16", "-p", "9000"], ["8192", "-p"]),
+        (["--synthetic", "qwen2.5-0.5b"], ["SHAPE:FORMAT", "q4_0"]),
+        (["--synthetic", "gpt-9:q4_0"], ["gpt-9", "qwen2.5-0.5b"]),
+        (["--synthetic", "smollm2-135m:f16", "-p", "9000"], ["8192", "-p"]),
         (["-p", "0", "-n", "0"], ["-p", "-n"]),
         (["-b", "0"], ["-b 0"]),
-        (["-s", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
+        (["--synthetic", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
         (["--plot", "/dev/null/x"], ["/dev/null/x"]),
-        (["-s", "smollm2-135m:f16", "--quantize", "q8_0"], ["--quantize q8_0", "-s smollm2-135m:q8_0"]),
+        (
+            ["--synthetic", "smollm2-135m:f16", "--quantize", "q8_0"],
+            ["--quantize q8_0", "--synthetic smollm2-135m:q8_0"],
+        ),
         (["compare", "/nowhere.json", "/nowhere.json"], ["/nowhere.json"]),
         (["compare", __file__, __file__], ["no results of bench"]),
     ],
@@ -298,7 +301,7 @@ def test_every_kv_format_is_a_row_and_reads_its_own_bytes(capsys, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", {**TINY, "head_dim": 32})
     kinds = ("--kv-dtype", "f32", "--kv-dtype", "f16", "--kv-dtype", "q8_0")
     arguments = ("-p", "0", "-n", "1", "-d", "31", "-r", "1", "--warm-up", "0", "--device", "numpy", *kinds)
-    code, out, _ = bench(capsys, "-s", "tiny:f32", *arguments, "-o", "json")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:f32", *arguments, "-o", "json")
     rows = json.loads(out)
     assert code == 0 and [row["kv_dtype"] for row in rows] == ["f32", "f16", "q8_0"]
     read = [row["read_per_step_bytes"] for row in rows]
@@ -310,7 +313,7 @@ def test_a_device_without_a_clock_gives_rows_without_profiles(capsys, tiny, monk
         raise DeviceError("it has no timestamps")
 
     monkeypatch.setattr("xinfer_vk.engine.bench.Bench.profile", refuse)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
     assert code == 0 and len(json.loads(out)) == 2
     assert "no profile of tg1: it has no timestamps" in err
 
@@ -320,14 +323,16 @@ def test_a_list_that_is_none_is_refused():
 
 
 def test_a_model_that_fails_does_not_take_the_others_along(capsys, tiny):
-    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
+    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl")
     assert code == 1 and "error: /nowhere.gguf" in err
     assert [json.loads(line)["test"] for line in out.splitlines()] == ["pp2", "tg1"]
 
 
 def test_it_is_the_same_on_the_device_that_is_the_default(capsys, tiny, monkeypatch):
     monkeypatch.setenv("XINFER_VK_DEVICE", "numpy")
-    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT[:-2], "-o", "jsonl")
+    code, out, err = bench(
+        capsys, "-m", "/nowhere.gguf", "--synthetic", "tiny:q8_0", *SHORT[:-2], "-o", "jsonl"
+    )
     assert code == 1 and "error: /nowhere.gguf" in err and len(out.splitlines()) == 2
 
 
@@ -339,18 +344,18 @@ def test_a_device_that_cannot_be_opened_does_not_take_the_others_along(capsys, t
 
     monkeypatch.setattr("xinfer_vk.cli.bench._devices", lambda wanted: iter(("7", "numpy", "7")))
     monkeypatch.setattr("xinfer_vk.vulkan.runtime.open_runtime", open_runtime)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl")
     assert code == 1 and len(out.splitlines()) == 2
     assert err == "error: device 7: it is held by another program\n"
 
 
 def test_devices_are_known_before_anything_is_measured_and_measured_once(capsys, tiny, monkeypatch):
     monkeypatch.setattr("xinfer_vk.vulkan.devices.list_devices", list)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--device", "nosuch", "-o", "jsonl")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--device", "nosuch", "-o", "jsonl")
     assert code == 2 and not out and "'nosuch'" in err
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--device", "NumPy", "-o", "jsonl")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--device", "NumPy", "-o", "jsonl")
     assert code == 0 and len(out.splitlines()) == 2
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT[:-1], "all", "-o", "jsonl")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT[:-1], "all", "-o", "jsonl")
     assert code == 1 and not out and "--device all: none can be used" in err
 
 
@@ -362,7 +367,7 @@ def test_what_cannot_be_printed_is_not_measured_on(capsys, tiny, monkeypatch):
         raise OutputError("cannot write to standard output: No space left on device")
 
     monkeypatch.setattr("xinfer_vk.cli.bench_report.say_json", full)
-    code, _, err = bench(capsys, "-s", "tiny:q8_0,tiny:f32", *SHORT, "-o", "jsonl")
+    code, _, err = bench(capsys, "--synthetic", "tiny:q8_0,tiny:f32", *SHORT, "-o", "jsonl")
     assert code == 1 and len(calls) == 1 and err.startswith("error: cannot write to standard output")
 
 
@@ -375,7 +380,7 @@ def test_products_are_tuned_as_they_are_made_and_the_tuner_is_heard(capsys, tiny
 
     monkeypatch.setattr("xinfer_vk.engine.bench.tune_products", tune)
     code, _, err = bench(
-        capsys, "-s", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
+        capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
     )
     assert code == 0 and asked == [("full", "int8")] and "matvec 128 is off by 2" in err
 
@@ -384,7 +389,7 @@ def test_each_model_and_kv_format_shows_its_own_memory(capsys, tiny, monkeypatch
     resets = []
     monkeypatch.setattr("xinfer_vk.engine.bench.reset_peak_host_bytes", lambda: resets.append(1))
     both = ("--kv-dtype", "f16", "--kv-dtype", "f32")
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, *both)
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, *both)
     lines = [line for line in out.splitlines() if line.startswith("tiny:q8_0: ")]
     assert code == 0 and len(resets) == 2
     assert [(" of KV cache in f16" in line, " of KV cache in f32" in line) for line in lines] == [
@@ -395,7 +400,7 @@ def test_each_model_and_kv_format_shows_its_own_memory(capsys, tiny, monkeypatch
 
 
 def test_two_cards_of_a_kind_are_two_tables(capsys, tiny):
-    _, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json")
+    _, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json")
     rows = json.loads(out)
     table = as_markdown([{**row, "device_index": i} for i in range(2) for row in rows])
     assert [line.split("|")[3].strip() for line in table.splitlines() if line.startswith("| ")].count(
@@ -405,7 +410,7 @@ def test_two_cards_of_a_kind_are_two_tables(capsys, tiny):
 
 
 def test_tables_fit_a_narrow_terminal(capsys, tiny):
-    _, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
+    _, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
     rows = json.loads(out)
     assert as_markdown(rows, 400) == as_markdown(rows)
     for columns in (80, 60):
@@ -453,7 +458,7 @@ def test_rows_that_were_measured_are_kept_whatever_ends_it(
 
     monkeypatch.setattr(Bench, "measure", measure)
     arguments = (
-        "-s",
+        "--synthetic",
         "tiny:q8_0",
         *SHORT,
         "-p",
@@ -482,7 +487,7 @@ def test_plots_are_drawn_though_nobody_reads_and_hide_no_error(capsys, tiny, mon
     def gone(text, **more):
         raise ReaderGone
 
-    arguments = ("-s", "tiny:q8_0", *SHORT, "-p", "2,3", "-o", "json", "--plot", str(tmp_path))
+    arguments = ("--synthetic", "tiny:q8_0", *SHORT, "-p", "2,3", "-o", "json", "--plot", str(tmp_path))
     monkeypatch.setattr("xinfer_vk.cli.bench_report.say", gone)
     code, _, err = bench(capsys, *arguments)
     assert code == 0 and (tmp_path / "context.png").exists() and "error" not in err
@@ -508,7 +513,7 @@ def test_plots_are_drawn_though_nobody_reads_and_hide_no_error(capsys, tiny, mon
 
 def test_a_plot_folder_is_tried_before_anything_is_measured(capsys, tiny, monkeypatch, tmp_path):
     monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--plot", str(tmp_path))
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--plot", str(tmp_path))
     assert code == 2 and not out and f"'{tmp_path}' is not writable" in err
 
 
@@ -608,7 +613,20 @@ def test_one_run_says_nothing_of_its_noise(capsys, results):
 
 
 def test_plots_are_drawn_of_what_has_several_points(tmp_path, capsys, tiny):
-    arguments = ("-s", "tiny:q8_0", "--device", "numpy", "-p", "2", "-n", "1", "-r", "1", "--warm-up", "0")
+    arguments = (
+        "--synthetic",
+        "tiny:q8_0",
+        "--device",
+        "numpy",
+        "-p",
+        "2",
+        "-n",
+        "1",
+        "-r",
+        "1",
+        "--warm-up",
+        "0",
+    )
     code, _, err = bench(capsys, *arguments, "-d", "0,3", "-b", "1,2", "--profile", "--plot", str(tmp_path))
     assert code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.png", "context.png", "kernels.png"]
