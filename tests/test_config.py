@@ -282,10 +282,9 @@ REFUSED_HF: list[tuple[dict[str, Any], str]] = [
         {"sliding_window": 64},
         "sliding_window is 64 of 512 positions, and llama models are supported with full attention only",
     ),
-    ({"eos_token_id": 320}, "eos_token_id is 320, token ids from 0 to 319 were expected"),
-    ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x']"),
-    ({"eos_token_id": -1}, "eos_token_id is -1"),
-    ({"bos_token_id": 320}, "bos_token_id is 320"),
+    ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x'], a token id or a list of them"),
+    ({"eos_token_id": 2.0}, "eos_token_id is 2.0, a token id or a list of them"),
+    ({"bos_token_id": "1"}, "bos_token_id is '1', a token id or a list of them"),
 ]
 
 
@@ -361,6 +360,30 @@ def test_a_broken_config_file_is_refused(tmp_path: Path, content: bytes, expecte
         assert str(caught.value).startswith(f"{tmp_path / name}: ")
         assert expected in str(caught.value)
         (tmp_path / name).write_bytes(kept)
+
+
+def test_special_ids_outside_the_vocabulary_are_left_out_with_a_notice(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"eos_token_id": [2, 320], "bos_token_id": -1}
+    write_hf_model(tmp_path, tiny_config("llama", **changes), generation_config={"eos_token_id": 2**70})
+    with open_model(tmp_path, "tiny") as source:
+        assert (source.config.eos_token_ids, source.config.bos_token_id) == ((2,), None)
+        (notice,) = source.notices
+    assert notice == (
+        f"tiny: left out eos_token_id {2**70}, eos_token_id 320, bos_token_id -1: "
+        "outside the vocabulary of 320 tokens"
+    )
+    ids = {"eos_token_id": 320, "eot_token_id": 5, "bos_token_id": 2**32 - 1}
+    config = config_from_gguf(gguf_metadata(**{f"tokenizer.ggml.{key}": i for key, i in ids.items()}))
+    assert (config.eos_token_ids, config.bos_token_id) == ((5,), None)
+    assert config.ids_left_out == (
+        "tokenizer.ggml.eos_token_id 320",
+        "tokenizer.ggml.bos_token_id 4294967295",
+    )
+
+
+def test_a_familys_default_id_outside_the_vocabulary_is_no_notice() -> None:
+    config = config_from_hf(tiny_config("llama", vocab_size=2, bos_token_id=None, eos_token_id=None))
+    assert (config.bos_token_id, config.eos_token_ids, config.ids_left_out) == (1, (), ())
 
 
 def test_an_error_in_generation_config_names_that_file(tmp_path: Path) -> None:
@@ -440,7 +463,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ({"llama.expert_shared_count": 1}, "llama.expert_shared_count is 1, only 0 is supported"),
     ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5, it must be absent"),
     ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
-    ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id is 320, token ids from 0 to 319"),
+    ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id is '2', a token id or a list of them"),
 ]
 
 

@@ -71,6 +71,17 @@ def parse_json_value(data: bytes, where: str) -> Any:
         raise ModelError(f"{where}: a number in the JSON has too many digits") from None
 
 
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """A token id, a list of them, or None, as a tuple."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, (list, tuple)) else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise ModelError(f"{where} is {quoted(value)}, a token id or a list of them was expected")
+    return tuple(ids)
+
+
 class _Required:
     pass
 
@@ -138,11 +149,7 @@ class Fields:
             raise self.wrong(key, f"supported: {', '.join(supported)}")
         return value
 
-    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing, as a tuple without repeats."""
-        value = self.raw(key, ())
-        ids = value if isinstance(value, (list, tuple)) else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise self.wrong(key, f"token ids from 0 to {vocab_size - 1} were expected")
-        return tuple(dict.fromkeys(ids))
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id, a list of them, or nothing, as a tuple without repeats. They may be outside the
+        vocabulary: some models carry -1 or a padding id there."""
+        return tuple(dict.fromkeys(token_ids(self.values.get(key), f"{self.where}: {key}")))

@@ -201,7 +201,8 @@ class LLM:
     ) -> GenerationStream:
         """Generate from a text or from token ids, as an iterator over pieces of text.
 
-        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`.
+        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`; of token ids, ``raw`` says
+        whether the text goes on with theirs (the space between them is then part of it) or answers it.
         ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens`` is cut to what the context has room
         for. Setting ``stop_event`` from another thread ends the generation within a step. Raises
@@ -210,7 +211,8 @@ class LLM:
         started = time.perf_counter()
         params = self._params(params, fields)
         ids = self._prompt_ids(prompt, system, raw, template_args)
-        generation = self._generation(ids, params, started, stop_event or threading.Event())
+        event = stop_event or threading.Event()
+        generation = self._generation(ids, params, started, event, self._continues(raw))
         generation.want_prompt_logprobs = prompt_logprobs
         return GenerationStream(self._begin, generation, self._complete)
 
@@ -274,16 +276,15 @@ class LLM:
         generations: list[Generation] = []
         first_with: dict[tuple[int, ...], Generation] = {}  # by its prompt
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
-            leader = self._generation(
-                self._prompt_ids(prompt, system, raw, template_args), chosen, started, event
-            )
+            ids = self._prompt_ids(prompt, system, raw, template_args)
+            leader = self._generation(ids, chosen, started, event, self._continues(raw))
             leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
             if not prompt_logprobs:  # those need every prompt token to be run
                 other = first_with.setdefault(tuple(leader.prompt_ids), leader)
                 leader.leader = None if other is leader else other
             generations.append(leader)
             for sample in range(1, n):
-                generations.append(sibling(leader, sample, *self._decoders(leader.prompt_ids)))
+                generations.append(sibling(leader, sample, *self._decoders(ids, self._continues(raw))))
         needs = [g.needs_capacity for g in generations]
         rows = min(len(generations), MAX_OUTPUTS)
         with self._lock:
@@ -434,6 +435,12 @@ class LLM:
         params.check_vocabulary(self.config.vocab_size)
         return params
 
+    def check_prompt(self, prompt: str, raw: bool | None = None) -> None:
+        """Raise :class:`UsageError` for a prompt without text. White space is a text to go on with, but no
+        message to answer."""
+        if not (prompt if self._continues(raw) else prompt.strip()):
+            raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
+
     def _prompt_ids(
         self,
         prompt: str | Sequence[int],
@@ -442,10 +449,7 @@ class LLM:
         template_args: Mapping[str, Any] | None,
     ) -> list[int]:
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UsageError(
-                    "the prompt is empty: give some text with --prompt, --file or standard input"
-                )
+            self.check_prompt(prompt, raw)
             ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
         else:
             ids = as_ids(prompt)
@@ -468,20 +472,28 @@ class LLM:
             )
 
     def _generation(
-        self, ids: list[int], params: SamplingParams, started: float, stop_event: threading.Event
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        started: float,
+        stop_event: threading.Event,
+        continues: bool = False,
     ) -> Generation:
+        """``continues``: the text goes on with the prompt's, instead of answering it."""
         self.check_fits(ids, params)
         room = self.context or self.config.max_position
         if params.max_new_tokens > room - len(ids):
             params = params.replace(
                 max_new_tokens=room - len(ids), min_new_tokens=min(params.min_new_tokens, room - len(ids))
             )
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        ends = frozenset(params.stop_token_ids) | self.tokenizer.special_ids_of(params.stop)
+        if not params.ignore_eos:
+            ends |= self.eos_ids
         bad = bad_word_ids(
             params, lambda text: self.tokenizer.encode(text, parse_special=False, add_bos=False)
         )
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        decoder, splitter = self._decoders(ids)
+        decoder, splitter = self._decoders(ids, continues)
         return Generation(
             prompt_ids=ids,
             params=params,
@@ -494,12 +506,19 @@ class LLM:
             stop_event=stop_event,
         )
 
-    def _decoders(self, prompt_ids: list[int]) -> tuple[StreamDecoder, ThinkingSplitter | None]:
+    def _continues(self, raw: bool | None) -> bool:
+        """Whether a text goes on with its prompt's: where no chat template makes an answer of it."""
+        return not self.instruct if raw is None else raw
+
+    def _decoders(
+        self, prompt_ids: list[int], continues: bool
+    ) -> tuple[StreamDecoder, ThinkingSplitter | None]:
         """What makes text of the tokens after a prompt, and tells the thinking in it from the answer."""
+        after = prompt_ids if continues else ()
         if not self.thinks:
-            return StreamDecoder(self.tokenizer), None
+            return StreamDecoder(self.tokenizer, after=after), None
         splitter = ThinkingSplitter(opened_by(self.tokenizer, prompt_ids))
-        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer)), splitter
+        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer), after=after), splitter
 
     def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
         """A scheduler with one generation in it, on a cache of at least ``tokens``."""

@@ -67,13 +67,17 @@ class ModelSource:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know of the checkpoint, a line each."""
+        notices, ids, size = [], self.config.ids_left_out, self.config.vocab_size
+        if ids:
+            notices.append(f"{self.name}: left out {', '.join(ids)}: outside the vocabulary of {size} tokens")
         if not self.left_out:
-            return ()
+            return tuple(notices)
         parts = sorted({name.removeprefix("model.").split(".")[0] for name in self.left_out})
-        return (
+        notices.append(
             f"{self.name}: only the text model is used; {len(self.left_out)} tensors of {', '.join(parts)} "
-            "are left out",
+            "are left out"
         )
+        return tuple(notices)
 
     def close(self) -> None:
         close_all(self.tensors)
