@@ -13,7 +13,7 @@ from xinfer_vk import __version__
 from xinfer_vk.cli.debug import debug_option, wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, unwind_when_ended
 from xinfer_vk.cli.mistakes import Group, show_mistake
-from xinfer_vk.cli.output import ReaderGone, guard_streams
+from xinfer_vk.cli.output import ReaderGone, guard_streams, tell
 from xinfer_vk.errors import XinferError
 
 COMMANDS = {
@@ -78,16 +78,13 @@ def run(args: Sequence[str]) -> int:
     except XinferError as error:
         if wants_traceback():
             raise
-        click.echo(f"error: {error}", err=True)
+        tell(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if wants_traceback():
             raise
         text = " ".join(str(error).split()) or "no message"
-        click.echo(
-            f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)",
-            err=True,
-        )
+        tell(f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)")
         return 1
     finally:
         with contextlib.suppress(XinferError, ReaderGone):  # it has been told, if it could be

@@ -249,7 +249,7 @@ class KomputeRuntime:
         for done, step in enumerate(missing):
             if progress:
                 progress(done, len(missing))
-            self._programs.algorithm(step)
+            self._recorder.compile(step)
         if progress and missing:
             progress(len(missing), len(missing))
         recorded = RecordedPlan(

@@ -90,6 +90,23 @@ class Recorder:
                 recordings.append((self._layer.newest_recording(), len(part)))
         return sequences, recordings
 
+    def compile(self, step: Step) -> None:
+        """Make a step's pipeline ready. Drivers may compile at the first dispatch instead of at creation
+        (lavapipe does), so the layer dispatches it once, with no workgroups: nothing is read or written."""
+        algorithm = self._programs.algorithm(step)
+        if self._layer is None:
+            return
+        doing = f"compiling {step.kernel.name}"
+        with self._guard(doing):
+            sequence = self._manager.sequence()
+        try:
+            with self._guard(doing):
+                self._layer.next_groups((1, 0, 1))
+                sequence.record(kompute().OpAlgoDispatch(algorithm, self._programs.push(step)))
+            self._guard.call(sequence.eval, doing)
+        finally:
+            sequence.destroy()
+
     def evaluate(
         self, sequences: Sequence[Any], doing: str, stopped: Callable[[], bool] | None = None
     ) -> list[float]:
