@@ -72,6 +72,12 @@ def test_there_are_random_weights_in_every_format():
     assert set(PATTERNS) == set(FORMATS)
 
 
+def test_there_is_a_shape_of_every_family():
+    from xinfer_vk.models.registry import FAMILIES
+
+    assert {shapes.shape_config(name)[0].architecture for name in shapes.SHAPES} == set(FAMILIES)
+
+
 def test_every_shape_is_a_model_that_we_run():
     for name in shapes.SHAPES:
         config, _ = shapes.shape_config(name)
@@ -102,6 +108,17 @@ def test_every_shape_is_a_model_that_we_run():
         ("qwen2.5-32b", "f16", 32.76),
         ("qwen3-1.7b", "f16", 1.721),
         ("qwen3-4b", "f16", 4.022),
+        ("gemma-2-2b", "f16", 2.614),
+        ("gemma-2-9b", "f16", 9.242),
+        ("gemma-2-27b", "f16", 27.23),
+        ("granite-3.3-2b", "f16", 2.534),
+        ("granite-3.3-8b", "f16", 8.171),
+        ("olmo-2-1b", "f16", 1.485),
+        ("olmo-2-7b", "f16", 7.299),
+        ("olmo-2-13b", "f16", 13.72),
+        ("phi-3-mini", "f16", 3.821),
+        ("phi-4", "f16", 14.66),
+        ("smollm3-3b", "f16", 3.075),
     ],
 )
 def test_a_synthetic_model_has_as_many_weights_as_the_real_one(shape, fmt, billions):
@@ -277,6 +294,7 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
     [
         (["--synthetic", "qwen2.5-0.5b"], ["SHAPE:FORMAT", "q4_0"]),
         (["--synthetic", "gpt-9:q4_0"], ["gpt-9", "qwen2.5-0.5b"]),
+        (["--synthetic", "qwen2.5-0.6b:q4_0"], ["did you mean qwen2.5-0.5b"]),
         (["--synthetic", "smollm2-135m:f16", "-p", "9000"], ["8192", "-p"]),
         (["-p", "0", "-n", "0"], ["-p", "-n"]),
         (["-b", "0"], ["-b 0"]),
