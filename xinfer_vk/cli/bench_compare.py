@@ -55,9 +55,9 @@ def command(before: str, after: str, as_json: bool) -> None:
         return
     for name, (was, now) in changed.items():
         say(f"{name}: {described(was, now)}")
-    machines = list(dict.fromkeys(line for row in rows if (line := machine_line(row["machine"]))))
-    for line in machines:
-        say(line)
+    machine = next((row["machine"] for row in rows if row["machine"]), None)
+    if machine:
+        say(machine_line(machine))
     cells = [
         [
             *(str(row[name]) for name in KEY),
@@ -70,14 +70,8 @@ def command(before: str, after: str, as_json: bool) -> None:
         for row in rows
     ]
     titles = ("model", "KV", "test", "before tok/s", "after tok/s", "ratio", "noise", "")
-    say(
-        "\n".join(
-            [
-                *([""] if changed or machines else []),
-                *fitted_table(titles, cells, len(KEY), terminal_columns()),
-            ]
-        )
-    )
+    above = [""] if changed or machine else []
+    say("\n".join([*above, *fitted_table(titles, cells, len(KEY), terminal_columns())]))
     if len(rows) > 1:
         mean = statistics.geometric_mean(row["ratio"] for row in rows)
         say(f"\ngeometric mean of {len(rows)} ratios: {mean:.3f}")
@@ -183,10 +177,8 @@ def explained(verdict: str, ratio: float, noise: float, machine: Mapping[str, An
     return verdict
 
 
-def machine_line(machine: Mapping[str, Any] | None) -> str | None:
+def machine_line(machine: Mapping[str, Any]) -> str:
     """The yardsticks and loads of both sides, in a line."""
-    if machine is None:
-        return None
     copies, computes = (
         f"{name} {was / 1e9:.1f} → {now / 1e9:.1f} {unit} ({machine[ratio]:.2f} ×)"
         for name, (was, now), unit, ratio in (
