@@ -13,6 +13,7 @@ import pytest
 from cli_helpers import assert_one_error, xinfer
 
 from xinfer_vk.cli.app import run
+from xinfer_vk.cli.bench_against import other_side, ratios, this_side
 from xinfer_vk.cli.bench_plot import lines
 from xinfer_vk.cli.bench_report import FORMATS as OUTPUTS
 from xinfer_vk.cli.bench_report import as_csv, as_markdown, as_record, fitted_table, markdown_table
@@ -72,6 +73,12 @@ def test_there_are_random_weights_in_every_format():
     assert set(PATTERNS) == set(FORMATS)
 
 
+def test_there_is_a_shape_of_every_family():
+    from xinfer_vk.models.registry import FAMILIES
+
+    assert {shapes.shape_config(name)[0].architecture for name in shapes.SHAPES} == set(FAMILIES)
+
+
 def test_every_shape_is_a_model_that_we_run():
     for name in shapes.SHAPES:
         config, _ = shapes.shape_config(name)
@@ -102,6 +109,17 @@ def test_every_shape_is_a_model_that_we_run():
         ("qwen2.5-32b", "f16", 32.76),
         ("qwen3-1.7b", "f16", 1.721),
         ("qwen3-4b", "f16", 4.022),
+        ("gemma-2-2b", "f16", 2.614),
+        ("gemma-2-9b", "f16", 9.242),
+        ("gemma-2-27b", "f16", 27.23),
+        ("granite-3.3-2b", "f16", 2.534),
+        ("granite-3.3-8b", "f16", 8.171),
+        ("olmo-2-1b", "f16", 1.485),
+        ("olmo-2-7b", "f16", 7.299),
+        ("olmo-2-13b", "f16", 13.72),
+        ("phi-3-mini", "f16", 3.821),
+        ("phi-4", "f16", 14.66),
+        ("smollm3-3b", "f16", 3.075),
     ],
 )
 def test_a_synthetic_model_has_as_many_weights_as_the_real_one(shape, fmt, billions):
@@ -277,9 +295,11 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
     [
         (["--synthetic", "qwen2.5-0.5b"], ["SHAPE:FORMAT", "q4_0"]),
         (["--synthetic", "gpt-9:q4_0"], ["gpt-9", "qwen2.5-0.5b"]),
+        (["--synthetic", "qwen2.5-0.6b:q4_0"], ["did you mean qwen2.5-0.5b"]),
         (["--synthetic", "smollm2-135m:f16", "-p", "9000"], ["8192", "-p"]),
         (["-p", "0", "-n", "0"], ["-p", "-n"]),
         (["-b", "0"], ["-b 0"]),
+        (["-m", "x", "--against", "y", "--profile"], ["--against", "--profile"]),
         (["--synthetic", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
         (["--plot", "/dev/null/x"], ["/dev/null/x"]),
         (
@@ -599,6 +619,108 @@ def test_compare_refuses_rows_without_rates(capsys, results, odd):
     a, b = results("a.json", [record()]), results("b.json", [record(), {**record("pp8"), **odd}])
     code, out, err = bench(capsys, "compare", a, b)
     assert code == 2 and not out and err.startswith(f"error: {b}: no results of bench") and "bug" not in err
+
+
+QUIET = {"cpu": "x, 2 cores", "copy_bytes_per_s": 1e10, "fma_flops_per_s": 5e10, "load_average": 1.0}
+SLOW = {**QUIET, "copy_bytes_per_s": 4e9, "fma_flops_per_s": 2e10}
+BUSY = {**QUIET, "load_average": 6.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "runs", "verdict"),
+    [
+        (QUIET, SLOW, (2.5, 2.6, 2.7), "the machine was slower"),
+        (SLOW, QUIET, (0.4, 0.41, 0.39), "the machine was faster"),
+        (QUIET, BUSY, (2.5, 2.6, 2.7), "the machine was slower"),
+        (QUIET, SLOW, (9.0, 9.1, 9.2), "slower"),  # by more than the machine
+        (QUIET, QUIET, (2.5, 2.6, 2.7), "slower"),
+        (QUIET, SLOW, (1.0, 1.01, 0.99), "within noise"),
+        (QUIET, {**QUIET, "load_average": 2.0}, (2.5, 2.6, 2.7), "slower"),  # the benchmark's own load
+        (QUIET, {**SLOW, "cpu": "y, 2 cores"}, (2.5, 2.6, 2.7), "slower"),  # another machine
+    ],
+)
+def test_compare_tells_a_slower_machine_from_slower_code(capsys, results, before, after, runs, verdict):
+    a, b = results("a.json", [record(**before)]), results("b.json", [record(runs=runs, **after)])
+    assert json.loads(bench(capsys, "compare", a, b, "--json")[1])["rows"][0]["verdict"] == verdict
+    _, out, _ = bench(capsys, "compare", a, b)
+    assert ("`xinfer-vk bench --against` measures in turns" in out) == ("machine" in verdict)
+    assert ("machine: copies 10.0 → 4.0 GB/s (0.40 ×), computes 50.0 → 20.0 GFLOP/s (0.40 ×), load 1.0 → 1.0"
+            in out) == (after is SLOW)  # fmt: skip
+
+
+# -- two versions in turns --------------------------------------------------------------------------
+
+FAKE = """
+import json, os, sys
+def main():
+    with open(os.environ["FAKE_LOG"], "a") as log:
+        print({name!r}, *sys.argv[1:], file=log)
+    if {fails}:
+        sys.exit("error: it broke")
+    row = {{"model": "m", "kv_dtype": "f16", "test": "tg8", "tok_per_s": {rate}, "commit": {name!r}}}
+    print(json.dumps([row]))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Makes checkouts of versions that measure nothing and print a rate; returns the folder."""
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+
+    def make(name, rate, fails=False):
+        folder = tmp_path / name / "xinfer_vk" / "cli"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").write_text("")
+        (folder / "__init__.py").write_text("")
+        (folder / "main.py").write_text(FAKE.format(name=name, rate=rate, fails=fails))
+        return tmp_path / name
+
+    return make
+
+
+def test_another_checkout_is_measured_in_turns(capsys, checkout, tmp_path, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.ROOT", checkout("new", 30.0))
+    old = checkout("old", 20.0)
+    arguments = ("-m", "x", "-n", "8", "-p", "0", "-d", "0,4", "-r", "3", "--device", "numpy")
+    code, out, _ = bench(capsys, *arguments, "--against", str(old), "-o", "json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["different"] == {"commit": ["new", "old"]} and len(found["rows"]) == 1
+    row = found["rows"][0]
+    assert (row["ratio"], row["rounds"], row["verdict"]) == (1.5, [1.5, 1.5, 1.5], "faster")
+    runs = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert [run[0] for run in runs] == ["new", "old", "old", "new", "new", "old"]
+    given = {"--model", "x", "--depth=0,4", "--new-tokens=8", "--device=numpy", "--repeats=1", "--warm-up=1"}
+    assert all(given <= set(run) for run in runs)
+    code, out, _ = bench(capsys, *arguments, "--against", str(old))
+    assert "| m     | f16 | tg8  |       30.0 |        20.0 | 1.500 | 1.500–1.500 | faster |" in out
+    assert "commit: old → new" in out
+
+
+def test_rounds_before_an_error_are_printed_and_the_error_is_told(capsys, checkout, tmp_path, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.ROOT", checkout("new", 30.0))
+    broken = checkout("broken", 20.0, fails=True)
+    code, out, err = bench(capsys, "-m", "x", "--against", str(broken))
+    assert (code, out, err) == (1, "", f"error: {broken}: it broke\n")
+
+
+def test_the_other_side_is_a_version_a_format_or_a_model(tmp_path):
+    file, shape = this_side("m.gguf", False, None), this_side("tiny:f16", True, None)
+    assert other_side("q4_k", file).quantize == "q4_k" and other_side("q4_k", file).model == "m.gguf"
+    assert other_side("q8_0", shape).model == "tiny:q8_0" and other_side("big:f16", shape).model == "big:f16"
+    assert other_side("other.gguf", file).model == "other.gguf"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("")
+    assert other_side(str(tmp_path), file).program[0] == str(tmp_path / "bin" / "python")
+    with pytest.raises(UsageError, match="give the folder of a checkout"):
+        other_side(str(tmp_path / "bin"), file)
+
+
+def test_ratios_of_rounds_say_how_far_to_trust_them():
+    assert ratios([2.0], [1.0])["verdict"] == "one round: unknown" and ratios([2.0], [1.0])["noise"] is None
+    assert ratios([1.0, 2.0, 1.5], [1.5, 1.5, 1.5])["verdict"] == "within noise"
+    found = ratios([1.0, 1.1, 1.05], [2.0, 2.0, 2.0])
+    assert found["verdict"] == "slower" and (found["ratio_min"], found["ratio_max"]) == (0.5, 0.55)
 
 
 def test_one_run_says_nothing_of_its_noise(capsys, results):

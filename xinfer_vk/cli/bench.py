@@ -83,6 +83,12 @@ COUNTS = Counts()
 @click.option("--quantize", type=click.Choice(QUANTIZE_TYPES), help="As in generate; not for --synthetic.")
 @ACTIVATIONS_OPTION
 @TUNE_OPTION
+@click.option(
+    "--against",
+    metavar="OTHER",
+    help="Measure in turns with another version (its checkout or virtual environment), format or model, and "
+    "report the ratios; --repeats is the number of rounds.",
+)
 @click.option("--profile", is_flag=True, help="Also report the time of each kernel.")
 @click.option(
     "--plot",
@@ -116,6 +122,7 @@ def command(
     quantize: str | None,
     activations: str,
     tune: Tune,
+    against: str | None,
     profile: bool,
     plot: str | None,
     output: str,
@@ -157,6 +164,19 @@ def command(
             f"--quantize {quantize} is for models that are files (-m): write a shape's format behind it, "
             f"as in --synthetic {made[0].partition(':')[0]}:{quantize}"
         )
+    if against is not None:
+        if len(subjects) > 1 or len(devices) > 1 or profile or plot is not None:
+            raise UsageError("--against takes one model and one device, and neither --profile nor --plot")
+        options = [
+            *(f"--prompt-tokens={_commas(prompt_tokens)}", f"--new-tokens={_commas(new_tokens)}"),
+            *(f"--depth={_commas(depth)}", f"--batch={_commas(batch)}", f"--warm-up={warm_up}"),
+            *(f"--kv-dtype={kv}" for kv in kv_dtype),
+            *(f"--device={device}" for device in devices),
+            *([f"--activations={activations}"] if activations != "f32" else []),
+            *([f"--tune={tune}"] if tune != "quick" else []),
+            *("--repeats=1", "--output=json", "--quiet"),
+        ]
+        return _against(against, *subjects[0], quantize, options, repeats, output, quiet)
     wanted = list(dict.fromkeys(_devices(devices)))
     if plot is not None:
         check_plot_folder(plot)
@@ -214,6 +234,28 @@ def command(
 
 
 command.add_command(compare)
+
+
+def _against(
+    other: str,
+    model: str,
+    synthetic: bool,
+    quantize: str | None,
+    options: Sequence[str],
+    rounds: int,
+    output: str,
+    quiet: bool,
+) -> None:
+    from xinfer_vk.cli.bench_against import Against, measure_in_turns, other_side, this_side
+
+    this = this_side(model, synthetic, quantize)
+    against = other_side(other, this)
+    with Against(this, against, output) as report, ProgressBar(enabled=False if quiet else None) as progress:
+        measure_in_turns(this, against, options, rounds, progress, report)
+
+
+def _commas(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _list_shapes() -> None:

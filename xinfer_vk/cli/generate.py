@@ -27,6 +27,7 @@ from xinfer_vk.cli.report import (
     describe_recommended,
     describe_run,
     logprob_table,
+    recommends,
     speed_report,
 )
 from xinfer_vk.cli.same_file import refuse_inputs
@@ -176,8 +177,8 @@ def command(
             params = params_from_options(options, llm.generation_config, **fields)
             if verbose:
                 show.tell(describe(llm))
-            if verbose and options["recommended"]:
-                show.tell(describe_recommended(params))
+            if options["recommended"] and (verbose or not recommends(llm.generation_config)):
+                show.tell(describe_recommended(llm, params))
             batch = Batch(
                 llm,
                 lines,
