@@ -192,10 +192,10 @@ class TestDemoModel:
             "Rain is",
             "--raw",
             "-n",
-            "20",
+            "200",
             "--json",
         ]
-        result = xinfer(*args, XINFER_VK_INJECT="vkQueueSubmit:8:-4", XINFER_VK_STEPS_PER_SUBMIT="9999")
+        result = xinfer(*args, XINFER_VK_INJECT="vkQueueSubmit:40:-4", XINFER_VK_STEPS_PER_SUBMIT="9999")
         assert_one_error(result, 1, "device was lost")
         methods = json.loads(result.stdout)["methods"]
         assert len(methods) == 5
