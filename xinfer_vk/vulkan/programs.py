@@ -37,8 +37,8 @@ class ShaderLibrary:
         self._code: dict[str, bytes] = {}
 
     def code(self, kernel: Kernel) -> bytes:
-        """SPIR-V of a kernel's shader. Raises :class:`DeviceError` when it was not built, its file is damaged,
-        or its bindings, push constants or specialization constants are not the kernel's."""
+        """SPIR-V of a kernel's shader. Raises :class:`DeviceError` when it was not built, its file is
+        damaged, or its bindings, push constants or specialization constants are not the kernel's."""
         name = kernel.shader
         if name not in self._code:
             if name not in self._manifest:
