@@ -429,6 +429,13 @@ def test_head_counts_and_lengths_default_as_in_llama_cpp() -> None:
     assert config_from_gguf(gguf_metadata(**lengths)).head_dim == 32
 
 
+def test_a_gguf_list_of_one_number_for_all_layers_is_that_number() -> None:
+    plain = gguf_metadata()
+    keys = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "rope.freq_base")
+    lists = {f"llama.{key}": [plain[f"llama.{key}"]] * plain["llama.block_count"] for key in keys}
+    assert config_from_gguf({**plain, **lists}) == config_from_gguf(plain)
+
+
 def test_gguf_end_of_sequence_ids_are_eos_eot_and_eom() -> None:
     ids = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
     assert config_from_gguf(gguf_metadata(**ids)).eos_token_ids == (2, 5)
@@ -451,7 +458,9 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ({"llama.embedding_length": None}, "the key 'llama.embedding_length' is missing"),
     ({"llama.attention.head_count": None}, "the key 'llama.attention.head_count' is missing"),
     ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon' is missing"),
-    ({"llama.attention.head_count": [4, 4]}, "llama.attention.head_count is [4, 4], an integer was expected"),
+    ({"llama.attention.head_count": [4, 2]}, "llama.attention.head_count is [4, 2], an integer was expected"),
+    ({"llama.attention.head_count": [4] * 3}, "head_count is [4, 4, 4], an integer was expected"),
+    ({"llama.attention.head_count": [True, True]}, "head_count is [True, True], an integer was expected"),
     ({"llama.feed_forward_length": 0}, "llama.feed_forward_length is 0"),
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8, only the whole head dimension 16"),
     (

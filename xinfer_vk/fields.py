@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from xinfer_vk.errors import ModelError
 
 SHOWN_CHARACTERS = 80
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # or one of a pair
 
 
 def quoted(value: object) -> str:
@@ -43,7 +45,8 @@ def parse_json_value(data: bytes, where: str) -> Any:
     """A JSON value from bytes, strictly.
 
     Refused besides bad syntax: text that is not UTF-8, a key that occurs twice in one object, NaN and
-    infinities (which Python's parser takes), nesting deeper than the interpreter's stack.
+    infinities (which Python's parser takes), half of a surrogate pair (``\\ud800``), nesting deeper than the
+    interpreter's stack.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,7 +65,13 @@ def parse_json_value(data: bytes, where: str) -> Any:
     except UnicodeDecodeError as e:
         raise ModelError(f"{where}: not UTF-8 text (byte {e.start})") from None
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        if HALF_CHARACTER.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeEncodeError as e:
+        half = quoted(e.object[e.start])
+        raise ModelError(f"{where}: not valid Unicode: {half} is half of a character") from None
     except json.JSONDecodeError as e:
         raise ModelError(f"{where}: not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
     except RecursionError:

@@ -20,7 +20,7 @@ from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
 from xinfer_vk.engine.stream import GenerationStream
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.errors import ModelError, OutOfMemoryError, UsageError
 from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import matrices
@@ -86,8 +86,12 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
+        if not isinstance(kv_dtype, str):
+            raise UsageError(f"kv_dtype is {kv_dtype!r}: it is the name of a number format")
         if sampler not in ("device", "cpu"):
             raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
         if activations not in ("f32", "int8"):
@@ -262,7 +266,7 @@ class LLM:
         tokens made so far; the list is in the order of the prompts, samples of a prompt together.
         """
         started = time.perf_counter()
-        if not isinstance(n, int) or n < 1:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise UsageError(f"n is {n!r}: it must be at least 1")
         if isinstance(prompts, str) or not prompts:
             raise UsageError("prompts must be a list of at least one prompt")
@@ -586,7 +590,11 @@ class LLM:
 
 
 def main_format(source: ModelSource) -> str:
-    """The number format most of the weights' bytes are in."""
+    """The number format most of the weights' bytes are in. Raises :class:`ModelError` for no weights."""
+    if not source.tensors:
+        raise ModelError(
+            f"{source.path}: has no tensors: it is a vocabulary without a model, use another file"
+        )
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes

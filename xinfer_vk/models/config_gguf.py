@@ -80,6 +80,7 @@ def config_from_gguf(
     f = Fields(metadata, where)
     names = frozenset(tensor_names or ())
     arch = _gguf_architecture(f)
+    f = Fields(_same_in_every_layer(metadata, arch), where)
     neutral = {key: harmless for key, harmless in GGUF_NEUTRAL.items() if key not in GGUF_KEYS.get(arch, ())}
     refuse_unless_neutral(f, neutral, prefix=f"{arch}.")
 
@@ -158,6 +159,21 @@ def _gguf_architecture(f: Fields) -> str:
     if why:
         raise f.wrong("general.architecture", f"{why}; supported: {', '.join(GGUF_ARCHITECTURES)}")
     return f.choice("general.architecture", GGUF_ARCHITECTURES)
+
+
+def _same_in_every_layer(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    """The metadata, where a list of the same number for every layer is that number."""
+    layers = metadata.get(f"{arch}.block_count")
+    return {
+        key: value[0]
+        if isinstance(value, list)
+        and key.startswith(f"{arch}.")
+        and len(value) == layers
+        and type(value[0]) in (int, float)
+        and value.count(value[0]) == len(value)
+        else value
+        for key, value in metadata.items()
+    }
 
 
 def _gguf_sliding_layers(f: Fields, arch: str, layers: int) -> tuple[bool, ...]:
