@@ -39,7 +39,16 @@ MODEL = "smollm2-135m"
 ALICE = "tests/fixtures/alice.txt"
 QUESTION = "What is the capital of France?"
 PLACE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-TOPICS = ("trees", "rivers", "rain", "France", "jokes", "the sky", "soup", "Hamlet")
+PROMPTS = (
+    "Name a tree.",
+    "Name a river.",
+    "Write one sentence about rain.",
+    QUESTION,
+    "Tell me a joke.",
+    "Why is the sky blue?",
+    "Give me a recipe for soup.",
+    "Who wrote Hamlet?",
+)
 SAMPLED = "T 0.8, top-k 50, top-p 0.95"
 
 
@@ -311,7 +320,7 @@ def seeds() -> str:
     """How many of eight prompts get in a batch the tokens that they get alone."""
     from xinfer_vk import LLM
 
-    prompts = [f"Tell me something about {x}." for x in TOPICS]
+    prompts = list(PROMPTS)
     parts = []
     for kind in ("f16", "f32"):
         with LLM(MODEL, device=DEVICE, kv_dtype=kind) as llm:  # type: ignore[arg-type]
