@@ -19,6 +19,7 @@ import numpy as np
 
 from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
+from xinfer_vk.limits import COMPILE_BYTES, is_out_of_memory, out_of_memory, require_memory
 from xinfer_vk.plan import Buffer, BufferKind, Plan, Step
 from xinfer_vk.vulkan import layer as companion
 from xinfer_vk.vulkan.devices import (
@@ -36,6 +37,7 @@ from xinfer_vk.vulkan.pipeline_cache import PipelineCacheFile, pipeline_cache_fo
 from xinfer_vk.vulkan.programs import Programs
 from xinfer_vk.vulkan.sequences import RecordedPlan, Recorder, RunCounts
 from xinfer_vk.vulkan.transfers import Transfers
+from xinfer_vk.vulkan.trial import check_memory
 
 if TYPE_CHECKING:
     from xinfer_vk.plan import Runtime
@@ -45,18 +47,24 @@ CompileProgress = Callable[[int, int], None]  # pipelines made, of how many
 
 
 def open_runtime(
-    device: str | int | None = None, *, memory: str | None = None, steps_per_submit: int | None = None
+    device: str | int | None = None,
+    *,
+    memory: str | None = None,
+    steps_per_submit: int | None = None,
+    in_trial: bool = False,
 ) -> Runtime:
     """Open the device that ``device`` means (see :func:`devices.choose_device`); "numpy" needs no Vulkan.
 
-    The other arguments are :class:`KomputeRuntime`'s. Raises :class:`UsageError` for a device that does
-    not exist and :class:`DeviceError` for one that cannot be used.
+    ``memory`` and ``steps_per_submit`` are :class:`KomputeRuntime`'s; ``in_trial`` is for trial.py. Raises
+    :class:`UsageError` for a device that does not exist and :class:`DeviceError` for one that cannot be used.
     """
     if wants_numpy(device):
         from xinfer_vk.reference import NumpyRuntime
 
         return NumpyRuntime()
     _refuse_fork()
+    if not in_trial:
+        check_memory("" if device is None else str(device))
     with vulkan_instance():  # so that the drivers stay loaded between looking and opening
         choice = choose_device(device)
         assert choice.device is not None, "NumPy was chosen above"
@@ -252,6 +260,8 @@ class KomputeRuntime:
             self._recorder.compile(step)
         if progress and missing:
             progress(len(missing), len(missing))
+        if missing:  # some drivers compile as late as at the first run
+            require_memory(COMPILE_BYTES, f"compiling plan {plan.name!r}")
         recorded = RecordedPlan(
             plan, steps, self._recorder, self._guard, self._layer, self.info, self._counts, timed
         )
@@ -392,7 +402,10 @@ def _opening(info: DeviceInfo) -> Any:
     try:
         yield
     except Exception as error:
-        raise DeviceError(f"cannot open {info.name}: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split())
+        if is_out_of_memory(error) or "ErrorOutOf" in said:  # VK_ERROR_OUT_OF_{HOST,DEVICE}_MEMORY
+            raise out_of_memory(f"opening {info.name} failed ({said})") from error
+        raise DeviceError(f"cannot open {info.name}: {said}") from error
 
 
 def _check_identity(info: DeviceInfo, manager: Any, layer: companion.DeviceLayer | None) -> None:
