@@ -6,6 +6,7 @@ import operator
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
 from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
-from xinfer_vk.engine.stream import GenerationStream
+from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
 from xinfer_vk.errors import OutOfMemoryError, UsageError
@@ -50,6 +51,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, how much is do
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFILL_CHUNK = 512
+CLOSED = "this LLM is closed: make a new one"
 
 
 class LLM:
@@ -100,6 +102,8 @@ class LLM:
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
         self._lock = threading.RLock()  # held during each step
+        self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
+        self._closed = False
         with open_model(resolve_model(str(model), progress)) as source:
             self.name, self.config = source.name, source.config
             if context is not None and context > self.config.max_position:
@@ -212,7 +216,9 @@ class LLM:
         ids = self._prompt_ids(prompt, system, raw, template_args)
         generation = self._generation(ids, params, started, stop_event or threading.Event())
         generation.want_prompt_logprobs = prompt_logprobs
-        return GenerationStream(self._begin, generation, self._complete)
+        stream = GenerationStream(self._begin, generation, self._complete)
+        self._streams.add(stream)
+        return stream
 
     def generate(
         self,
@@ -288,7 +294,7 @@ class LLM:
         rows = min(len(generations), MAX_OUTPUTS)
         with self._lock:
             runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
-        scheduler = Scheduler(runner, self.sampler, lock=self._lock)
+        scheduler = Scheduler(runner, self.sampler, lock=self._lock, check=self._check_open)
         for generation in generations:
             scheduler.add(generation)
 
@@ -407,9 +413,19 @@ class LLM:
     # -- life ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give all device memory back. The object cannot be used afterwards."""
-        self._runner = None
-        self.runtime.close()
+        """Free all device memory, after the step under way. The object cannot be used afterwards: generations
+        of other threads, open streams and later calls raise :class:`UsageError`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            end_streams(self._streams, CLOSED)
+            self._runner = None
+            self.runtime.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(CLOSED)
 
     def __enter__(self) -> LLM:
         return self
@@ -507,7 +523,7 @@ class LLM:
             runner = self._runner_for(max(tokens, generation.needs_capacity))
         progress = self._stage("prefill")
         progress(0, len(generation.prompt_ids))
-        scheduler = Scheduler(runner, self.sampler, progress, self._lock)
+        scheduler = Scheduler(runner, self.sampler, progress, self._lock, self._check_open)
         scheduler.add(generation)
         return scheduler
 
@@ -515,9 +531,13 @@ class LLM:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
         the size replaces one that is too small, so that growing conversations do not record their plans
         anew at every call."""
+        self._check_open()
         needed, total = self.context or tokens, max(total or 0, self.context or tokens)
         old = self._runner
         if old is not None:
+            if old.cache.in_use:
+                for stream in list(self._streams):
+                    stream.end_if_left()
             cache = old.cache
             blocks = cache.allocator.count
             if (

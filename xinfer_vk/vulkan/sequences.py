@@ -20,7 +20,7 @@ import numpy as np
 from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.plan import Buffer, Plan, Step
 from xinfer_vk.vulkan.devices import DeviceInfo
-from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.guard import Guard, in_turn
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.programs import Programs
@@ -161,6 +161,7 @@ class RecordedPlan:
         timed: bool,
     ) -> None:
         self.name, self.dispatches = plan.name, len(steps)
+        self.turns = guard.turns
         self.buffers: frozenset[Buffer] = frozenset(b for step in steps for b in step.buffers)
         self._doing = f"running plan {plan.name!r}"
         self._extra = len(steps) - len(plan.steps)  # copies of state that the runtime put in front
@@ -179,6 +180,7 @@ class RecordedPlan:
         self._probing = recorder.adapts  # until it was run once
         self._record(recorder.ranges(steps))
 
+    @in_turn
     def run(self, stopped: Callable[[], bool] | None = None) -> bool:
         """Run every step and wait. kp holds the GIL meanwhile. Between two submits ``stopped`` may say that
         the others are not wanted any more; returns whether all were run.
@@ -233,6 +235,7 @@ class RecordedPlan:
         for sequence in before:
             sequence.destroy()
 
+    @in_turn
     def times_ns(self) -> np.ndarray:
         """How long each step of the plan took on the device in the last run, ``float64 [steps]``, in
         nanoseconds, the barrier before it included. Steps marked independent overlap: what is given for
@@ -254,6 +257,7 @@ class RecordedPlan:
             spans.append((np.diff(ticks) & mask).astype(np.float64) * self._info.timestamp_period_ns)
         return np.concatenate(spans)[self._extra :]
 
+    @in_turn
     def release(self, reason: str = "it was released") -> None:
         """Destroy the command buffers; harmless when done before."""
         if not self._released:
