@@ -13,7 +13,7 @@ from xinfer_vk import __version__
 from xinfer_vk.cli.debug import debug_option, wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, unwind_when_ended
 from xinfer_vk.cli.output import ReaderGone, guard_streams
-from xinfer_vk.errors import XinferError
+from xinfer_vk.errors import XinferError, shell_words
 
 COMMANDS = {
     "generate": "Generate text from a prompt.",
@@ -62,7 +62,8 @@ def run(args: Sequence[str]) -> int:
     guard_streams()
     unwind_when_ended()
     try:
-        code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
+        with shell_words():
+            code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:

@@ -21,7 +21,7 @@ from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.errors import OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import matrices
@@ -177,11 +177,13 @@ class LLM:
         if raw:
             if template_args:
                 raise UsageError(
-                    "template arguments need a chat template: leave out --raw, or use an instruct model"
+                    f"template arguments need a chat template: leave out {setting('raw')}, or use an "
+                    "instruct model"
                 )
             if system is not None:
                 raise UsageError(
-                    "a system text needs a chat template: leave out --raw, or use an instruct model"
+                    f"a system text needs a chat template: leave out {setting('raw')}, or use an instruct "
+                    "model"
                 )
             return self.tokenizer.encode(prompt, parse_special=True)
         self.chat_template.check_variables(template_args or {})
@@ -460,7 +462,8 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UsageError(
-                    "the prompt is empty: give some text with --prompt, --file or standard input"
+                    "the prompt is empty: give some text"
+                    + said("", " with --prompt, --file or standard input")
                 )
             ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
         else:
@@ -473,7 +476,7 @@ class LLM:
         tokens than the sampler has room for."""
         room = self.context or self.config.max_position
         if len(ids) >= room:
-            larger = "a larger --context or " if room < self.config.max_position else ""
+            larger = f"a larger {setting('context')} or " if room < self.config.max_position else ""
             raise UsageError(
                 f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
                 f"{larger}a shorter prompt"
@@ -601,4 +604,7 @@ def as_ids(tokens: Sequence[int]) -> list[int]:
             return [operator.index(token) for token in tokens]
     except TypeError:
         pass
-    raise UsageError(f"a prompt is a text or a list of token ids, not {type(tokens).__name__}")
+    raise UsageError(
+        f"token ids are a list of whole numbers, not {type(tokens).__name__}"
+        + (": llm.encode(text) makes them from a text" if isinstance(tokens, str) else "")
+    )

@@ -33,7 +33,7 @@ import numpy as np
 
 from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, make_runner
-from xinfer_vk.errors import NumericError, UsageError
+from xinfer_vk.errors import NumericError, UsageError, said
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM
@@ -244,7 +244,7 @@ def text_ids(
     check_max_tokens(max_tokens)
     if isinstance(text, str):
         if not text.strip():
-            raise UsageError("the text is empty: give some with --file or on standard input")
+            raise UsageError("the text is empty: give some" + said("", " with --file or on standard input"))
         ids = tokenizer.encode(text, parse_special=False, add_bos=bos)
     else:
         ids = [int(i) for i in text]

@@ -23,7 +23,7 @@ from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import ModelRunner
 from xinfer_vk.engine.scheduler import UNDER_WAY
 from xinfer_vk.engine.stream import PieceStream, pieces
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, said, setting
 from xinfer_vk.fields import quoted
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.text.chat import encode_chat
@@ -98,7 +98,7 @@ class ChatSession:
         if not llm.instruct:
             raise UsageError(
                 f"{llm.name} has no chat template, so it cannot chat: use an instruct model, "
-                "or xinfer-vk generate"
+                + said("or llm.generate", "or xinfer-vk generate")
             )
         if on_full not in get_args(OnFull):
             raise UsageError(f"on_full is {on_full!r}: it is {' or '.join(get_args(OnFull))}")
@@ -303,7 +303,7 @@ class ChatSession:
             raise UsageError(
                 f"the context is full: with this message the conversation is {len(ids)} tokens, and "
                 f"{answer} of the {self.context} are kept for the answer; start a new conversation, take "
-                "turns back, or use a larger --context or --on-full drop-oldest"
+                f"turns back, or use a larger {setting('context')} or {setting('on_full', 'drop-oldest')}"
             )
         choices = range(dropped, len(turns) + 1)
         for target in (min(self.context // 2, most), most):
@@ -312,7 +312,8 @@ class ChatSession:
                 return prompt(choices[found]), choices[found]
         raise UsageError(
             f"the message is too long: it takes {len(prompt(len(turns)))} tokens by itself, and the context "
-            f"of {self.context} has room for {most} beside the answer: shorten it, or use a larger --context"
+            f"of {self.context} has room for {most} beside the answer: shorten it, or use "
+            f"a larger {setting('context')}"
         )
 
     def _begin(self, answer: Answer) -> Generator[Piece, None, None]:
