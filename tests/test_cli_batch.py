@@ -117,6 +117,12 @@ def test_recommended_values_are_used_and_shown(tiny_model: Path, common: list[st
     assert "recommended: temperature 0.7, top_k 20, top_p 0.8" in result.stderr
 
 
+def test_a_model_without_recommended_values_says_so(tiny_model: Path, common: list[str]) -> None:
+    said = "--recommended: tiny recommends no sampling values, so the defaults are used"
+    assert said in xinfer(*common, "-p", "a", "--recommended").stderr
+    assert said not in xinfer(*common, "-p", "a", "--recommended", "-q").stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

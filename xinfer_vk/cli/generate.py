@@ -19,7 +19,7 @@ from xinfer_vk.cli.options import (
     sampling_options,
     template_args_from_options,
 )
-from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.output import say, say_json, tell
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.report import (
     as_record,
@@ -27,6 +27,7 @@ from xinfer_vk.cli.report import (
     describe_recommended,
     describe_run,
     logprob_table,
+    recommends,
     speed_report,
 )
 from xinfer_vk.cli.same_file import refuse_inputs
@@ -171,13 +172,13 @@ def command(
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,
         ) as llm:  # fmt: skip
-            for notice in llm.notices:
-                show.tell(notice)
+            for line in llm.notices:
+                show.tell(line)
             params = params_from_options(options, llm.generation_config, **fields)
             if verbose:
                 show.tell(describe(llm))
-            if verbose and options["recommended"]:
-                show.tell(describe_recommended(params))
+            if options["recommended"] and (verbose or not recommends(llm.generation_config)):
+                show.tell(describe_recommended(llm, params))
             batch = Batch(
                 llm,
                 lines,
@@ -207,7 +208,7 @@ class Shown:
 
     def tell(self, message: str) -> None:
         if not self.quiet:
-            click.echo(message, err=True)
+            tell(message)
 
     def costs(self, llm: LLM, result: GenerationResult) -> None:
         """After a result: log-probabilities, memory, speed, and the timing line last."""
@@ -276,7 +277,7 @@ def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResul
     stream = batch.llm.stream(
         batch.ids[0], batch.params[0], raw=batch.raw, prompt_logprobs=batch.prompt_logprobs
     )
-    writer = AnswerWriter(sys.stdout)
+    writer = AnswerWriter(sys.stdout, progress=progress)
     with stream:
         try:
             with interruptible(stream.cancel):
@@ -294,8 +295,7 @@ def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResul
             if show.as_json and (reason is None or result.token_ids):
                 say_json(batch.record(result))
             elif not show.as_json and (result.text or result.thinking):
-                writer.end()
-                say("")
+                writer.end("\n")
     show.costs(batch.llm, result)
     return result
 

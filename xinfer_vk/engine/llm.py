@@ -6,6 +6,7 @@ import operator
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,10 @@ from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
 from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
-from xinfer_vk.engine.stream import GenerationStream
+from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import ModelError, OutOfMemoryError, UsageError
+from xinfer_vk.errors import ModelError, OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import matrices
@@ -50,6 +51,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, how much is do
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFILL_CHUNK = 512
+CLOSED = "this LLM is closed: make a new one"
 
 
 class LLM:
@@ -104,6 +106,8 @@ class LLM:
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
         self._lock = threading.RLock()  # held during each step
+        self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
+        self._closed = False
         with open_model(resolve_model(str(model), progress)) as source:
             self.name, self.config = source.name, source.config
             if context is not None and context > self.config.max_position:
@@ -177,11 +181,13 @@ class LLM:
         if raw:
             if template_args:
                 raise UsageError(
-                    "template arguments need a chat template: leave out --raw, or use an instruct model"
+                    f"template arguments need a chat template: leave out {setting('raw')}, or use an "
+                    "instruct model"
                 )
             if system is not None:
                 raise UsageError(
-                    "a system text needs a chat template: leave out --raw, or use an instruct model"
+                    f"a system text needs a chat template: leave out {setting('raw')}, or use an instruct "
+                    "model"
                 )
             return self.tokenizer.encode(prompt, parse_special=True)
         self.chat_template.check_variables(template_args or {})
@@ -218,7 +224,9 @@ class LLM:
         event = stop_event or threading.Event()
         generation = self._generation(ids, params, started, event, self._continues(raw))
         generation.want_prompt_logprobs = prompt_logprobs
-        return GenerationStream(self._begin, generation, self._complete)
+        stream = GenerationStream(self._begin, generation, self._complete)
+        self._streams.add(stream)
+        return stream
 
     def generate(
         self,
@@ -293,7 +301,7 @@ class LLM:
         rows = min(len(generations), MAX_OUTPUTS)
         with self._lock:
             runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
-        scheduler = Scheduler(runner, self.sampler, lock=self._lock)
+        scheduler = Scheduler(runner, self.sampler, lock=self._lock, check=self._check_open)
         for generation in generations:
             scheduler.add(generation)
 
@@ -412,9 +420,19 @@ class LLM:
     # -- life ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give all device memory back. The object cannot be used afterwards."""
-        self._runner = None
-        self.runtime.close()
+        """Free all device memory, after the step under way. The object cannot be used afterwards: generations
+        of other threads, open streams and later calls raise :class:`UsageError`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            end_streams(self._streams, CLOSED)
+            self._runner = None
+            self.runtime.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(CLOSED)
 
     def __enter__(self) -> LLM:
         return self
@@ -443,7 +461,9 @@ class LLM:
         """Raise :class:`UsageError` for a prompt without text. White space is a text to go on with, but no
         message to answer."""
         if not (prompt if self._continues(raw) else prompt.strip()):
-            raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
+            raise UsageError(
+                "the prompt is empty: give some text" + said("", " with --prompt, --file or standard input")
+            )
 
     def _prompt_ids(
         self,
@@ -465,7 +485,7 @@ class LLM:
         tokens than the sampler has room for."""
         room = self.context or self.config.max_position
         if len(ids) >= room:
-            larger = "a larger --context or " if room < self.config.max_position else ""
+            larger = f"a larger {setting('context')} or " if room < self.config.max_position else ""
             raise UsageError(
                 f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
                 f"{larger}a shorter prompt"
@@ -530,7 +550,7 @@ class LLM:
             runner = self._runner_for(max(tokens, generation.needs_capacity))
         progress = self._stage("prefill")
         progress(0, len(generation.prompt_ids))
-        scheduler = Scheduler(runner, self.sampler, progress, self._lock)
+        scheduler = Scheduler(runner, self.sampler, progress, self._lock, self._check_open)
         scheduler.add(generation)
         return scheduler
 
@@ -538,9 +558,13 @@ class LLM:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
         the size replaces one that is too small, so that growing conversations do not record their plans
         anew at every call."""
+        self._check_open()
         needed, total = self.context or tokens, max(total or 0, self.context or tokens)
         old = self._runner
         if old is not None:
+            if old.cache.in_use:
+                for stream in list(self._streams):
+                    stream.end_if_left()
             cache = old.cache
             blocks = cache.allocator.count
             if (
@@ -608,4 +632,7 @@ def as_ids(tokens: Sequence[int]) -> list[int]:
             return [operator.index(token) for token in tokens]
     except TypeError:
         pass
-    raise UsageError(f"a prompt is a text or a list of token ids, not {type(tokens).__name__}")
+    raise UsageError(
+        f"token ids are a list of whole numbers, not {type(tokens).__name__}"
+        + (": llm.encode(text) makes them from a text" if isinstance(tokens, str) else "")
+    )
