@@ -13,11 +13,14 @@ from xinfer_vk.cli.wrap import WordWrapper, wrap
 from xinfer_vk.text.thinking import Piece
 
 PROSE = "The sky is blue because of a process called Rayleigh scattering.\n\n  - a list,  with two spaces\n"
+WIDE = "天空は青い。光が散乱するから、青く見える。 and words 中文字符"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("columns", [11, 12, 20, 79])
-@pytest.mark.parametrize("text", [PROSE, "天空は青い。光が散乱するから、青く見える。 and words 中文字符", "a b\n" * 3])
+@pytest.mark.parametrize(
+    "text", [PROSE, "天空は青い。光が散乱するから、青く見える。 and words 中文字符", "a b\n" * 3]
+)
 def test_no_line_is_too_long_and_nothing_is_lost_however_it_is_cut(
     text: str, columns: int, size: int
 ) -> None:

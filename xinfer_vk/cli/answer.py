@@ -1,8 +1,8 @@
 """How an answer is shown while it is made, when the model thinks first.
 
-On a terminal words wrap at its edge, the thinking is dim, and an empty line stands before the answer. Elsewhere the text is as the
-model writes it, with the thinking between ``<think>`` and ``</think>``: nothing is lost, and who wants only
-the answer takes what follows the tag, or ``--json``, which has the two apart.
+On a terminal words wrap at its edge, the thinking is dim, and an empty line stands before the answer.
+Elsewhere the text is as the model writes it, with the thinking between ``<think>`` and ``</think>``: nothing
+is lost, and who wants only the answer takes what follows the tag, or ``--json``, which has the two apart.
 """
 
 from __future__ import annotations

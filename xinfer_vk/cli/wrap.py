@@ -10,7 +10,7 @@ from rich.cells import cell_len
 FENCES = ("```", "~~~")
 TAB_STOP = 8
 # A line may begin anywhere in text without spaces (Chinese, Japanese), but not with one of these.
-NEVER_FIRST = frozenset("、。，．・：；？！）」』】〕〉》’”ー々…～")  # noqa: RUF001
+NEVER_FIRST = frozenset("、。，．・：；？！）」』】〕〉》’”ー々…～")
 PARTS = re.compile(r"\n|[^\S\n]+|\S+")
 
 
