@@ -158,6 +158,11 @@ class LLM:
         return self._runner.cache.capacity if self._runner else 0
 
     @property
+    def compile_s(self) -> float:
+        """Seconds spent on compiling kernels since the KV cache was made; 0 before the first call."""
+        return self._runner.compile_s if self._runner else 0.0
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens that the KV cache has room for, of all sequences together; 0 before the first call."""
         return self._runner.cache.allocator.count * BLOCK_TOKENS if self._runner else 0
