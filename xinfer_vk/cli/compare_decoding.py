@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ import click
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.output import printable, say_json
+from xinfer_vk.cli.plots import check_plot, plot_title, save_figure
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.errors import UsageError, XinferError
@@ -138,7 +138,7 @@ def command(
                     else:
                         show(llm, decodings)
             if plot is not None and kept is not None:
-                save_plot(plot, decodings, kept)
+                save_plot(plot, plot_title([llm.name], [llm.runtime.profile.name]), decodings, kept)
                 if not quiet:
                     click.echo(f"plot: {plot}", err=True)
     if stop.is_set():
@@ -282,24 +282,11 @@ def figures_of(d: Decoding) -> tuple[str, str, str, str]:
 # -- the plot -------------------------------------------------------------------------------------
 
 
-def check_plot(path: str) -> None:
-    """Raise :class:`UsageError` if no plot can be drawn or written there."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'xinfer-vk[plot]'") from error
-    kinds = Figure().canvas.get_supported_filetypes()
-    suffix = Path(path).suffix.lstrip(".").lower()
-    if suffix not in kinds:
-        raise UsageError(f"--plot {path}: the name must end in one of .{', .'.join(sorted(kinds))}")
-    if not Path(path).parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no directory {Path(path).parent}")
-
-
-def save_plot(path: str, decodings: Sequence[Decoding], kept: Sequence[Kept]) -> None:
+def save_plot(path: str, title: str, decodings: Sequence[Decoding], kept: Sequence[Kept]) -> None:
     """One panel a method, a bar a step: the probability it could choose from. Steps that repeat are red."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     from xinfer_vk.engine.repetition import repeats
 
@@ -318,11 +305,10 @@ def save_plot(path: str, decodings: Sequence[Decoding], kept: Sequence[Kept]) ->
     labels = {False: "new", True: "ends four tokens that came before"}
     figure.legend(
         handles=[Patch(color=colour, label=labels[again]) for again, colour in PLOT_COLOURS.items()],
-        loc="outside upper right",
+        loc="outside lower center",
         ncols=2,
         frameon=False,
     )
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UsageError(f"cannot write the plot to {path}: {error.strerror or error}") from error
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    save_figure(figure, path)
