@@ -24,17 +24,19 @@ def save_perplexity_plot(path: str, llm: LLM, result: Perplexity) -> None:
 def draw(result: Perplexity, title: str) -> Any:
     """The perplexity of each part of the text, and of all of it up to there with its standard error."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     at, local, so_far, error = along(result.logprobs)
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(at, local, color="#9ecae9", label="part")
     axes.plot(at, so_far, color="#d62728", label="up to here, ± standard error")
-    axes.fill_between(at, so_far - error, so_far + error, color="#d62728", alpha=0.2, linewidth=0)
+    factor = np.exp(error / so_far)  # of the mean log-probability's error, which the axis shows evenly
+    axes.fill_between(at, so_far / factor, so_far * factor, color="#d62728", alpha=0.2, linewidth=0)
     plain(axes, xlabel="token of the text", ylabel="perplexity", yscale="log", xlim=(0, len(result.logprobs)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.tick_params(axis="y", which="minor", labelsize=7)
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_title(f"{title}: {result}", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     return figure
