@@ -102,7 +102,7 @@ def command(
             session = llm.chat(
                 system=system, params=params, on_full=on_full, template_args=template_args  # type: ignore[arg-type]
             )  # fmt: skip
-            view = TerminalView(quiet=quiet) if terminal else PlainView(quiet=quiet)
+            view = (TerminalView if terminal else PlainView)(quiet=quiet, progress=progress)
             for notice in llm.notices:
                 view.notice(notice)
             from xinfer_vk.cli.report import describe, describe_recommended, recommends

@@ -44,7 +44,8 @@ def describe_run(llm: LLM, result: GenerationResult) -> str:
     return (
         f"KV cache: {format_bytes(m.kv_bytes)} = 2 · {c.layers} layers · {llm.cached_tokens} tokens · "
         f"{c.kv_heads} KV heads · {c.head_dim} head dim · {KV_BYTES[llm.kv_dtype]:g} bytes\n"
-        f"TTFT: {format_seconds(m.ttft_s)}, {format_seconds(m.compile_s)} of it compiling; "
+        f"TTFT: {format_seconds(m.ttft_s)}, {format_seconds(m.ttft_compile_s)} of it compiling "
+        f"({format_seconds(m.compile_s)} in all); "
         f"{m.dispatches_per_token} dispatches and {m.bytes_read_per_token:.0f} bytes read back per token; "
         f"peak memory {format_bytes(m.peak_host_bytes)} host, {format_bytes(m.device_bytes)} device"
     )
