@@ -18,6 +18,7 @@ from xinfer_vk.sampling.logprobs import TokenLogprobs
 
 PAGE = Path(__file__).with_name("api.md")
 RETURNED = (ChatSession, Perplexity, Metrics, TokenLogprobs)  # what methods return
+CONSTRUCTED = ("LLM", "SamplingParams")  # what users make themselves
 HEAD = """# Python API
 
 `docs/make_api.py` writes this page from the docstrings: run `python docs/make_api.py` after changing one.
@@ -51,18 +52,20 @@ def entry(thing: Any) -> Iterator[str]:
     if not inspect.isclass(thing):
         yield from (f"`{thing.__name__}{signature(thing)}`", "", text_of(thing), "")
         return
-    if thing.__init__ is not object.__init__:
+    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+    made_by_users = thing.__name__ in CONSTRUCTED
+    if made_by_users:
         yield from (f"`{thing.__name__}{signature(thing.__init__)}`", "")
     yield from (text_of(thing), "")
-    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
-    if fields:
+    if fields and not made_by_users:
         yield "Fields: " + ", ".join(f"`{f.name}: {plain(str(f.type))}`" for f in fields) + "."
         yield ""
     for name, member in members(thing):
         kind = "" if callable(member) else f": {plain(str(returned(member)))}"
         shown = f"{name}{signature(member) if callable(member) else kind}"
         yield f"- `{shown}`"
-        yield f"  {paragraph(member)}" if paragraph(member) else "  "
+        if paragraph(member):
+            yield f"  {paragraph(member)}"
     yield ""
 
 
@@ -104,6 +107,7 @@ def paragraph(thing: Any, which: int = 0) -> str:
 
 
 def markdown(text: str) -> str:
+    text = re.sub(r":\w+:`([^`<]*) <[^`]*>`", r"`\1`", text)
     text = re.sub(r":(?:class|meth|func|data|mod):`~?([^`]*)`", lambda m: f"`{m[1].split('.')[-1]}`", text)
     return text.replace("``", "`")
 
