@@ -35,17 +35,17 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
 
 @click.command("compare-decoding")
 @model_options
-@click.option("--prompt", "-p", help="The prompt; - reads standard input.")
+@click.option("--prompt", "-p", help="Prompt text; - reads standard input.")
 @click.option("--file", "-f", type=click.Path(), help="Read the prompt from a file.")
-@click.option("--system", "-s", help="System text for the chat template.")
-@click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
+@click.option("--system", "-s", help="System prompt.")
+@click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option(
     "--max-new-tokens",
     "-n",
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
-    help="Generate at most this many tokens by each method.",
+    help="Most tokens to generate with each strategy.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option(
@@ -59,10 +59,10 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
     "--plot",
     type=click.Path(),
     metavar="FILE.png",
-    help="Draw how much probability each method keeps at each step.",
+    help="Plot the probability that each strategy keeps at each step.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-@click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, not a table.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only the result.")
 def command(
     chosen: dict[str, Any],
     prompt: str | None,
@@ -76,12 +76,12 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Show side by side what ways of choosing tokens make of a prompt.
+    """Compare decoding strategies on one prompt, side by side.
 
-    Greedy decoding, temperature 0.8, top-k 20, top-p 0.9, and the three together, all from the same
-    prompt and with the same random numbers. Below the texts is how much each repeats itself: the share
-    of its 4-grams that came before (0 % is none), and its distinct 2-grams a token (near 1 is varied).
-    On a terminal the tokens that repeat are red. docs/decoding.md explains what is to be seen.
+    The strategies are greedy decoding, temperature 0.8, top-k 20, top-p 0.9, and these three together. All
+    use the same prompt and the same random numbers. Below the texts are two measures of repetition: the share
+    of 4-grams that occurred before (0 % means none), and distinct 2-grams per token (near 1 means varied). On
+    a terminal, repeated tokens are red. docs/decoding.md explains the figures.
     """
     from xinfer_vk.sampling.params import SamplingParams
 

@@ -42,8 +42,8 @@ def read_text(file: str | None) -> str:
 @click.option(
     "--stride",
     type=int,
-    help="Tokens between the starts of two windows. Each window scores its last STRIDE tokens; the tokens "
-    "before them are context. [default: half the context]",
+    help="Tokens between the starts of two windows. Each window after the first scores its last "
+    "STRIDE tokens; those before them are context. [default: half the context]",
 )
 @click.option(
     "--convention",
@@ -57,7 +57,7 @@ def read_text(file: str | None) -> str:
     default=None,
     help="Start the text with the begin-of-sequence token. [default: as the model was trained]",
 )
-@click.option("--max-tokens", type=int, help="Use only the first tokens of the text.")
+@click.option("--max-tokens", type=int, help="Use at most this many tokens of the text.")
 @click.option("--plot", type=click.Path(), metavar="FILE.png", help="Plot the perplexity along the text.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print only the result.")
