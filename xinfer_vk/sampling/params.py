@@ -285,7 +285,7 @@ class SamplingParams:
 
 
 # Reading the other name; as an InitVar it is no field of its own.
-SamplingParams.max_tokens = property(lambda params: params.max_new_tokens)
+SamplingParams.max_tokens = property(lambda params: params.max_new_tokens)  # type: ignore[attr-defined]
 
 
 def _two_limits(new_tokens: object, tokens: object) -> UsageError:
