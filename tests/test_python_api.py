@@ -229,3 +229,22 @@ reveal_type(llm("x", top_k=5))
     assert '"max_new_token"' in lines[5] and '"temperature"' in lines[6] and '"seeds"' in lines[7]
     assert "GenerationResult" in lines[8] and "GenerationResult" in lines[11]
     assert "ChatSession" in lines[9] and "ChatSession" in lines[10]
+
+
+# -- documentation --------------------------------------------------------------------------------
+
+
+def test_the_python_page_names_all_that_the_package_offers() -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    assert [name for name in xinfer_vk.__all__ if name not in page and name != "__version__"] == []
+    methods = [name for name, value in vars(LLM).items() if callable(value) and not name.startswith("_")]
+    assert [name for name in methods if f"llm.{name}(" not in page and name != "check_fits"] == []
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    for name in xinfer_vk.__all__:
+        if isinstance(owner := getattr(xinfer_vk, name), type):
+            members = {k: v for k, v in vars(owner).items() if not k.startswith("_")}
+            functions = {k: getattr(v, "fget", v) for k, v in members.items()}
+            assert owner.__doc__, name
+            assert [k for k, f in functions.items() if callable(f) and not f.__doc__] == [], name

@@ -284,8 +284,12 @@ class SamplingParams:
                 )
 
 
-# Reading the other name; as an InitVar it is no field of its own.
-SamplingParams.max_tokens = property(lambda params: params.max_new_tokens)  # type: ignore[attr-defined]
+def _max_tokens(params: SamplingParams) -> int:
+    """Another name of ``max_new_tokens``."""
+    return params.max_new_tokens
+
+
+SamplingParams.max_tokens = property(_max_tokens)  # type: ignore[attr-defined]  # an InitVar is no field
 
 
 def _two_limits(new_tokens: object, tokens: object) -> UsageError:
