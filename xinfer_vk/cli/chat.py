@@ -108,7 +108,7 @@ def command(
             if max_new_tokens is None and llm.thinks:
                 fields["max_new_tokens"] = MAX_THINKING_TOKENS
             params = params_from_options(options, llm.generation_config, **fields)
-            session = llm.chat(
+            session = llm.session(
                 system=system, params=params, on_full=on_full, template_args=template_args  # type: ignore[arg-type]
             )  # fmt: skip
             view = (TerminalView if terminal else PlainView)(quiet=quiet, progress=progress)
