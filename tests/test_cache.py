@@ -30,7 +30,7 @@ def test_a_block_is_free_again_when_its_last_user_lets_go() -> None:
 def test_no_block_is_handed_out_twice_and_a_full_cache_says_so() -> None:
     allocator = BlockAllocator(5)
     assert sorted(allocator.allocate() for _ in range(5)) == [0, 1, 2, 3, 4]
-    with pytest.raises(OutOfMemoryError, match="--context"):
+    with pytest.raises(OutOfMemoryError, match="context"):
         allocator.allocate()
 
 
@@ -101,10 +101,10 @@ def test_a_context_whose_layer_cannot_be_bound_names_one_that_can() -> None:
     from dataclasses import replace
 
     runtime = NumpyRuntime(replace(NUMPY_PROFILE, max_storage_range_bytes=2 * 64 * 2 * 8 * 4))
-    with pytest.raises(OutOfMemoryError, match="--context 64 or less, or --kv-dtype f16"):
+    with pytest.raises(OutOfMemoryError, match="context=64 or less, or kv_dtype=.f16"):
         KVCache(runtime, layers=1, kv_heads=2, head_dim=8, kv_dtype="f32", capacity=65)
     runtime = NumpyRuntime(replace(NUMPY_PROFILE, max_storage_range_bytes=2 * 64 * 2 * 64 * 2))
-    with pytest.raises(OutOfMemoryError, match="--context 64 or less, or --kv-dtype q8_0"):
+    with pytest.raises(OutOfMemoryError, match="context=64 or less, or kv_dtype=.q8_0"):
         KVCache(runtime, layers=1, kv_heads=2, head_dim=64, kv_dtype="f16", capacity=65)
 
 

@@ -243,7 +243,7 @@ def test_the_wheel_carries_every_compiled_part_and_nothing_of_the_build(wheel: P
     spirv = {path.name for path in (ROOT / "xinfer_vk" / "spirv").glob("*.spv")}
     assert spirv and {f"xinfer_vk/spirv/{name}" for name in spirv} <= names
     assert "xinfer_vk/spirv/manifest.json" in names
-    assert "xinfer_vk/vulkan/layer/libxinfer_layer.so" in names
+    assert {f"xinfer_vk/vulkan/layer/{name}" for name in (layer.LIBRARY, layer.MANIFEST)} <= names
     assert f"xinfer_vk/vulkan/_kompute/{kompute.module_name()}" in names
     assert "xinfer_vk/vulkan/_kompute/LICENSE.kompute" in names and "xinfer_vk/py.typed" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"xinfer_vk"}

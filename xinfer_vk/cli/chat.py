@@ -102,15 +102,15 @@ def command(
             session = llm.chat(
                 system=system, params=params, on_full=on_full, template_args=template_args  # type: ignore[arg-type]
             )  # fmt: skip
-            view = TerminalView(quiet=quiet) if terminal else PlainView(quiet=quiet)
+            view = (TerminalView if terminal else PlainView)(quiet=quiet, progress=progress)
             for notice in llm.notices:
                 view.notice(notice)
-            if verbose:
-                from xinfer_vk.cli.report import describe, describe_recommended
+            from xinfer_vk.cli.report import describe, describe_recommended, recommends
 
+            if verbose:
                 view.notice(describe(llm))
-                if options["recommended"]:
-                    view.notice(describe_recommended(params))
+            if options["recommended"] and (verbose or not recommends(llm.generation_config)):
+                view.notice(describe_recommended(llm, params))
             chat = Chat(session, view, verbose=verbose, draft=terminal, progress=progress)
             if not terminal:
                 from xinfer_vk.cli.chat_input import plain_lines

@@ -14,6 +14,7 @@ from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.output import printable, say_json
 from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.errors import UsageError, XinferError
 
@@ -86,6 +87,7 @@ def command(
 
     if plot is not None:
         check_plot(plot)
+        refuse_inputs("--plot", plot, {"--file": file, "--model": str(chosen["model"])})
     SamplingParams(seed=seed)  # a mistake is told before anything is loaded
     text = prompt_text(prompt, file)
     check_unicode([text, system], "the prompt or the system text")
@@ -149,7 +151,7 @@ def prompt_text(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise UsageError("--prompt and --file exclude each other: use one of them")
     text = read_prompt(file) if prompt is None or prompt == "-" else prompt
-    if not text.strip():
+    if not text:  # the model says what white space alone is
         raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
     return text
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.completion import complete_model, complete_shape
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
@@ -21,8 +22,12 @@ DEFAULT_CONTEXT = 4096
 
 
 @click.command("estimate")
-@click.argument("model", required=False)
-@click.option("--shape", help="A known shape instead of a model, as it is published; list prints them.")
+@click.argument("model", required=False, shell_complete=complete_model)
+@click.option(
+    "--shape",
+    shell_complete=complete_shape,
+    help="A published model's shape instead of a file; 'list' prints the known shapes.",
+)
 @click.option(
     "--context",
     "-c",

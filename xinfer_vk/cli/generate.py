@@ -19,7 +19,7 @@ from xinfer_vk.cli.options import (
     sampling_options,
     template_args_from_options,
 )
-from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.output import say, say_json, tell
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.report import (
     as_record,
@@ -27,8 +27,10 @@ from xinfer_vk.cli.report import (
     describe_recommended,
     describe_run,
     logprob_table,
+    recommends,
     speed_report,
 )
+from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.errors import UsageError
 from xinfer_vk.sampling.params import DEFAULT_MAX_NEW_TOKENS
@@ -61,7 +63,7 @@ def gather_prompts(
     if "-" in texts:
         texts = tuple(read_prompt(None) if text == "-" else text for text in texts)
     for text in texts:
-        if not text.strip():
+        if not text:  # the model says what white space alone is
             raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
         check_unicode(text, "the prompt")
     return [PromptLine(f"prompt {i}", text, None, None, {}) for i, text in enumerate(texts, 1)]
@@ -146,7 +148,10 @@ def command(
     what there is (exit code 130), and so does SIGTERM (143).
     """
     if output is not None:
-        check_output(output, prompts)
+        refuse_inputs(
+            "--output", output, {"--prompts": prompts, "--file": file, "--model": str(chosen["model"])}
+        )
+        check_output(output)
     check_unicode(system or "", "the system text")
     template_args = template_args_from_options(template_arg)
     lines = gather_prompts(prompt, file, prompts, keep_going)
@@ -167,13 +172,13 @@ def command(
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,
         ) as llm:  # fmt: skip
-            for notice in llm.notices:
-                show.tell(notice)
+            for line in llm.notices:
+                show.tell(line)
             params = params_from_options(options, llm.generation_config, **fields)
             if verbose:
                 show.tell(describe(llm))
-            if verbose and options["recommended"]:
-                show.tell(describe_recommended(params))
+            if options["recommended"] and (verbose or not recommends(llm.generation_config)):
+                show.tell(describe_recommended(llm, params))
             batch = Batch(
                 llm,
                 lines,
@@ -203,7 +208,7 @@ class Shown:
 
     def tell(self, message: str) -> None:
         if not self.quiet:
-            click.echo(message, err=True)
+            tell(message)
 
     def costs(self, llm: LLM, result: GenerationResult) -> None:
         """After a result: log-probabilities, memory, speed, and the timing line last."""
@@ -235,6 +240,7 @@ class Batch:
         named: bool,
     ) -> None:
         self.llm, self.prompt_logprobs, self.samples = llm, prompt_logprobs, samples
+        self.raw = raw or None  # None: as the model is
         self.lines: list[PromptLine] = []
         self.ids: list[list[int]] = []
         self.params: list[SamplingParams] = []
@@ -242,10 +248,9 @@ class Batch:
             try:
                 chosen = params.replace(**line.fields) if line.fields else params
                 chosen.check_vocabulary(llm.config.vocab_size)
+                llm.check_prompt(line.prompt, self.raw)
                 text_system = line.system if line.system is not None else system
-                ids = llm.encode(
-                    line.prompt, system=text_system, raw=raw or None, template_args=template_args
-                )
+                ids = llm.encode(line.prompt, system=text_system, raw=self.raw, template_args=template_args)
                 llm.check_fits(ids, chosen)
             except UsageError as error:
                 if not named:
@@ -269,8 +274,10 @@ class Batch:
 def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResult:
     """One prompt, streamed. What there is of it when an error ends it is printed before the error."""
     reason = None  # why it ended, if the stream itself does not know
-    stream = batch.llm.stream(batch.ids[0], batch.params[0], prompt_logprobs=batch.prompt_logprobs)
-    writer = AnswerWriter(sys.stdout)
+    stream = batch.llm.stream(
+        batch.ids[0], batch.params[0], raw=batch.raw, prompt_logprobs=batch.prompt_logprobs
+    )
+    writer = AnswerWriter(sys.stdout, progress=progress)
     with stream:
         try:
             with interruptible(stream.cancel):
@@ -288,8 +295,7 @@ def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResul
             if show.as_json and (reason is None or result.token_ids):
                 say_json(batch.record(result))
             elif not show.as_json and (result.text or result.thinking):
-                writer.end()
-                say("")
+                writer.end("\n")
     show.costs(batch.llm, result)
     return result
 
@@ -323,6 +329,7 @@ def run_batch(batch: Batch, show: Shown, output: str | None) -> bool:
                 batch.ids,
                 batch.params,
                 n=batch.samples,
+                raw=batch.raw,
                 prompt_logprobs=batch.prompt_logprobs,
                 stop_event=stop,
                 on_result=finished,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.completion import complete_model
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 
@@ -22,7 +23,7 @@ TOLD = {
 
 
 @click.command("inspect")
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 def command(model: str, as_json: bool) -> None:
     """Show what MODEL (a directory, .gguf file, hub name, or pulled model) is: architecture, dimensions,

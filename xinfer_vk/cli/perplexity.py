@@ -40,7 +40,6 @@ def read_text(file: str | None) -> str:
 )
 @click.option(
     "--stride",
-    "-s",
     type=int,
     help="A window begins every so many tokens and scores that many; what is before them in the window is "
     "context. [default: half the context]",
@@ -57,7 +56,7 @@ def read_text(file: str | None) -> str:
     default=None,
     help="Begin with the begin-of-sequence token. [default: if the model was trained with it]",
 )
-@click.option("--max-tokens", "-n", type=int, help="Only so many tokens from the beginning of the text.")
+@click.option("--max-tokens", type=int, help="Only so many tokens from the beginning of the text.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
 @click.option("--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more.")

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
+from xinfer_vk.cli.completion import complete_model
 from xinfer_vk.cli.options import QUANTIZE_TYPES
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 
 
 @click.command("quantize")
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--type",

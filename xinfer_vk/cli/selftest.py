@@ -22,7 +22,7 @@ PIPE_WIDTH = 120  # columns of the table when nobody says how wide the terminal 
 
 
 @click.command("selftest")
-@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
+@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: best GPU]")
 @click.option("--kernel", "-k", metavar="FILTER", help="Only checks whose kernel or variant contains FILTER.")
 @click.option(
     "--all", "everything", is_flag=True, help="Also the long checks, and variants for other devices."

@@ -6,6 +6,7 @@ import operator
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,10 @@ from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
 from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
-from xinfer_vk.engine.stream import GenerationStream
+from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.errors import ModelError, OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import matrices
@@ -50,6 +51,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, how much is do
 
 DEFAULT_MODEL = "smollm2-135m"
 PREFILL_CHUNK = 512
+CLOSED = "this LLM is closed: make a new one"
 
 
 class LLM:
@@ -86,8 +88,12 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
+        if not isinstance(kv_dtype, str):
+            raise UsageError(f"kv_dtype is {kv_dtype!r}: it is the name of a number format")
         if sampler not in ("device", "cpu"):
             raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
         if activations not in ("f32", "int8"):
@@ -100,6 +106,8 @@ class LLM:
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
         self._lock = threading.RLock()  # held during each step
+        self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
+        self._closed = False
         with open_model(resolve_model(str(model), progress)) as source:
             self.name, self.config = source.name, source.config
             if context is not None and context > self.config.max_position:
@@ -173,11 +181,13 @@ class LLM:
         if raw:
             if template_args:
                 raise UsageError(
-                    "template arguments need a chat template: leave out --raw, or use an instruct model"
+                    f"template arguments need a chat template: leave out {setting('raw')}, or use an "
+                    "instruct model"
                 )
             if system is not None:
                 raise UsageError(
-                    "a system text needs a chat template: leave out --raw, or use an instruct model"
+                    f"a system text needs a chat template: leave out {setting('raw')}, or use an instruct "
+                    "model"
                 )
             return self.tokenizer.encode(prompt, parse_special=True)
         self.chat_template.check_variables(template_args or {})
@@ -201,7 +211,8 @@ class LLM:
     ) -> GenerationStream:
         """Generate from a text or from token ids, as an iterator over pieces of text.
 
-        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`.
+        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`; of token ids, ``raw`` says
+        whether the text goes on with theirs (the space between them is then part of it) or answers it.
         ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens`` is cut to what the context has room
         for. Setting ``stop_event`` from another thread ends the generation within a step. Raises
@@ -210,9 +221,12 @@ class LLM:
         started = time.perf_counter()
         params = self._params(params, fields)
         ids = self._prompt_ids(prompt, system, raw, template_args)
-        generation = self._generation(ids, params, started, stop_event or threading.Event())
+        event = stop_event or threading.Event()
+        generation = self._generation(ids, params, started, event, self._continues(raw))
         generation.want_prompt_logprobs = prompt_logprobs
-        return GenerationStream(self._begin, generation, self._complete)
+        stream = GenerationStream(self._begin, generation, self._complete)
+        self._streams.add(stream)
+        return stream
 
     def generate(
         self,
@@ -260,7 +274,7 @@ class LLM:
         tokens made so far; the list is in the order of the prompts, samples of a prompt together.
         """
         started = time.perf_counter()
-        if not isinstance(n, int) or n < 1:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise UsageError(f"n is {n!r}: it must be at least 1")
         if isinstance(prompts, str) or not prompts:
             raise UsageError("prompts must be a list of at least one prompt")
@@ -274,21 +288,20 @@ class LLM:
         generations: list[Generation] = []
         first_with: dict[tuple[int, ...], Generation] = {}  # by its prompt
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
-            leader = self._generation(
-                self._prompt_ids(prompt, system, raw, template_args), chosen, started, event
-            )
+            ids = self._prompt_ids(prompt, system, raw, template_args)
+            leader = self._generation(ids, chosen, started, event, self._continues(raw))
             leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
             if not prompt_logprobs:  # those need every prompt token to be run
                 other = first_with.setdefault(tuple(leader.prompt_ids), leader)
                 leader.leader = None if other is leader else other
             generations.append(leader)
             for sample in range(1, n):
-                generations.append(sibling(leader, sample, *self._decoders(leader.prompt_ids)))
+                generations.append(sibling(leader, sample, *self._decoders(ids, self._continues(raw))))
         needs = [g.needs_capacity for g in generations]
         rows = min(len(generations), MAX_OUTPUTS)
         with self._lock:
             runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
-        scheduler = Scheduler(runner, self.sampler, lock=self._lock)
+        scheduler = Scheduler(runner, self.sampler, lock=self._lock, check=self._check_open)
         for generation in generations:
             scheduler.add(generation)
 
@@ -407,9 +420,19 @@ class LLM:
     # -- life ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give all device memory back. The object cannot be used afterwards."""
-        self._runner = None
-        self.runtime.close()
+        """Free all device memory, after the step under way. The object cannot be used afterwards: generations
+        of other threads, open streams and later calls raise :class:`UsageError`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            end_streams(self._streams, CLOSED)
+            self._runner = None
+            self.runtime.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(CLOSED)
 
     def __enter__(self) -> LLM:
         return self
@@ -434,6 +457,14 @@ class LLM:
         params.check_vocabulary(self.config.vocab_size)
         return params
 
+    def check_prompt(self, prompt: str, raw: bool | None = None) -> None:
+        """Raise :class:`UsageError` for a prompt without text. White space is a text to go on with, but no
+        message to answer."""
+        if not (prompt if self._continues(raw) else prompt.strip()):
+            raise UsageError(
+                "the prompt is empty: give some text" + said("", " with --prompt, --file or standard input")
+            )
+
     def _prompt_ids(
         self,
         prompt: str | Sequence[int],
@@ -442,10 +473,7 @@ class LLM:
         template_args: Mapping[str, Any] | None,
     ) -> list[int]:
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UsageError(
-                    "the prompt is empty: give some text with --prompt, --file or standard input"
-                )
+            self.check_prompt(prompt, raw)
             ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
         else:
             ids = as_ids(prompt)
@@ -457,7 +485,7 @@ class LLM:
         tokens than the sampler has room for."""
         room = self.context or self.config.max_position
         if len(ids) >= room:
-            larger = "a larger --context or " if room < self.config.max_position else ""
+            larger = f"a larger {setting('context')} or " if room < self.config.max_position else ""
             raise UsageError(
                 f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
                 f"{larger}a shorter prompt"
@@ -468,20 +496,28 @@ class LLM:
             )
 
     def _generation(
-        self, ids: list[int], params: SamplingParams, started: float, stop_event: threading.Event
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        started: float,
+        stop_event: threading.Event,
+        continues: bool = False,
     ) -> Generation:
+        """``continues``: the text goes on with the prompt's, instead of answering it."""
         self.check_fits(ids, params)
         room = self.context or self.config.max_position
         if params.max_new_tokens > room - len(ids):
             params = params.replace(
                 max_new_tokens=room - len(ids), min_new_tokens=min(params.min_new_tokens, room - len(ids))
             )
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        ends = frozenset(params.stop_token_ids) | self.tokenizer.special_ids_of(params.stop)
+        if not params.ignore_eos:
+            ends |= self.eos_ids
         bad = bad_word_ids(
             params, lambda text: self.tokenizer.encode(text, parse_special=False, add_bos=False)
         )
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        decoder, splitter = self._decoders(ids)
+        decoder, splitter = self._decoders(ids, continues)
         return Generation(
             prompt_ids=ids,
             params=params,
@@ -494,12 +530,19 @@ class LLM:
             stop_event=stop_event,
         )
 
-    def _decoders(self, prompt_ids: list[int]) -> tuple[StreamDecoder, ThinkingSplitter | None]:
+    def _continues(self, raw: bool | None) -> bool:
+        """Whether a text goes on with its prompt's: where no chat template makes an answer of it."""
+        return not self.instruct if raw is None else raw
+
+    def _decoders(
+        self, prompt_ids: list[int], continues: bool
+    ) -> tuple[StreamDecoder, ThinkingSplitter | None]:
         """What makes text of the tokens after a prompt, and tells the thinking in it from the answer."""
+        after = prompt_ids if continues else ()
         if not self.thinks:
-            return StreamDecoder(self.tokenizer), None
+            return StreamDecoder(self.tokenizer, after=after), None
         splitter = ThinkingSplitter(opened_by(self.tokenizer, prompt_ids))
-        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer)), splitter
+        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer), after=after), splitter
 
     def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
         """A scheduler with one generation in it, on a cache of at least ``tokens``."""
@@ -507,7 +550,7 @@ class LLM:
             runner = self._runner_for(max(tokens, generation.needs_capacity))
         progress = self._stage("prefill")
         progress(0, len(generation.prompt_ids))
-        scheduler = Scheduler(runner, self.sampler, progress, self._lock)
+        scheduler = Scheduler(runner, self.sampler, progress, self._lock, self._check_open)
         scheduler.add(generation)
         return scheduler
 
@@ -515,9 +558,13 @@ class LLM:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
         the size replaces one that is too small, so that growing conversations do not record their plans
         anew at every call."""
+        self._check_open()
         needed, total = self.context or tokens, max(total or 0, self.context or tokens)
         old = self._runner
         if old is not None:
+            if old.cache.in_use:
+                for stream in list(self._streams):
+                    stream.end_if_left()
             cache = old.cache
             blocks = cache.allocator.count
             if (
@@ -567,7 +614,11 @@ class LLM:
 
 
 def main_format(source: ModelSource) -> str:
-    """The number format most of the weights' bytes are in."""
+    """The number format most of the weights' bytes are in. Raises :class:`ModelError` for no weights."""
+    if not source.tensors:
+        raise ModelError(
+            f"{source.path}: has no tensors: it is a vocabulary without a model, use another file"
+        )
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes
@@ -581,4 +632,7 @@ def as_ids(tokens: Sequence[int]) -> list[int]:
             return [operator.index(token) for token in tokens]
     except TypeError:
         pass
-    raise UsageError(f"a prompt is a text or a list of token ids, not {type(tokens).__name__}")
+    raise UsageError(
+        f"token ids are a list of whole numbers, not {type(tokens).__name__}"
+        + (": llm.encode(text) makes them from a text" if isinstance(tokens, str) else "")
+    )

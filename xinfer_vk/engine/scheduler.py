@@ -37,7 +37,8 @@ class Scheduler:
     ``sampler``: "device" brings four bytes a token back, "cpu" the whole row of logits, and samples
     with the NumPy reference. ``progress(done, total)`` hears of prompt tokens. ``lock`` is held during a
     step: several schedulers may share a runner, from several threads, and each step has the state buffer
-    and the sampler to itself.
+    and the sampler to itself. ``check`` is called before each step, with the lock; it raises if
+    there must be no more steps.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Scheduler:
         sampler: Sampler = "device",
         progress: Callable[[int, int], None] | None = None,
         lock: AbstractContextManager[Any] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.runner, self.sampler = runner, sampler
+        self._check = check or (lambda: None)
         self._lock = lock or nullcontext()
         self._progress = progress
         self._waiting: deque[Generation] = deque()
@@ -77,6 +80,7 @@ class Scheduler:
         Raises :class:`UsageError` when others have all rows of the cache, and what the runner raises.
         """
         with self._lock:
+            self._check()
             read = self.runner.bytes_read
             try:
                 return self._step()

