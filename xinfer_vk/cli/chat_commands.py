@@ -331,7 +331,8 @@ class Chat:
         session.llm.check_fits([], params)
         if params.max_new_tokens > session.context:
             raise UsageError(
-                f"max_new_tokens is {params.max_new_tokens}: it must be at most {session.context}, the context"
+                f"max_new_tokens is {params.max_new_tokens}: it must be at most {session.context}, the "
+                "context"
             )
 
     def quit(self, text: str) -> None:
