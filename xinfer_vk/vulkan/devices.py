@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from xinfer_vk.errors import DeviceError, UsageError
+from xinfer_vk.errors import DeviceError, UsageError, setting
 from xinfer_vk.limits import (
     DRIVERS_BYTES,
     memory_headroom,
@@ -58,12 +58,12 @@ _HEAP_DEVICE_LOCAL, _DEVICE_LOCAL, _HOST_VISIBLE, _HOST_COHERENT, _QUEUE_COMPUTE
 NO_LOADER = (
     "the Vulkan loader (libvulkan.so.1) is not installed: install it (Debian, Ubuntu: `apt install "
     "libvulkan1 mesa-vulkan-drivers`; Fedora: `dnf install vulkan-loader mesa-vulkan-drivers`), "
-    "or use --device numpy"
+    f"or use {setting('device', 'numpy')}"
 )
 NO_DRIVER = (
     "no Vulkan device was found, because no driver is installed or none of them works here: install the "
     "driver of your GPU (Debian, Ubuntu: `apt install mesa-vulkan-drivers`, which also has one for the CPU), "
-    "or use --device numpy"
+    f"or use {setting('device', 'numpy')}"
 )
 
 
@@ -244,7 +244,7 @@ def check_opens(info: DeviceInfo) -> None:
         except (vk.VkError, vk.VkException) as error:
             raise DeviceError(
                 f"cannot open {info.name}: its driver ({info.driver}) says {type(error).__name__}; "
-                "look whether another program holds it, or use another --device"
+                f"look whether another program holds it, or use another {setting('device')}"
             ) from error
         vk.vkDestroyDevice(device, None)
 
@@ -319,7 +319,8 @@ def choose_device(wanted: str | int | None = None, devices: Sequence[DeviceInfo]
     notices = [f"not using {d.name}: {d.rejected}" for d in devices if d.rejected]
     if not usable:
         raise DeviceError(
-            f"no Vulkan device here can be used ({'; '.join(notices)}); --device numpy needs none"
+            f"no Vulkan device here can be used ({'; '.join(notices)}); "
+            f"{setting('device', 'numpy')} needs none"
         )
     # of several CPU devices, the one that computes on wider vectors
     device = min(usable, key=lambda d: (PREFERENCE.index(d.type), -d.subgroup_size * d.is_cpu, d.index))
@@ -335,7 +336,7 @@ def choose_device(wanted: str | int | None = None, devices: Sequence[DeviceInfo]
 def _wanted(wanted: str | int | None) -> tuple[str, str]:
     """What is asked for ("" if nothing), and by what."""
     if wanted is not None and (text := str(wanted).strip()):
-        return text, "--device"
+        return text, setting("device")
     return os.environ.get("XINFER_VK_DEVICE", "").strip(), "XINFER_VK_DEVICE"
 
 
@@ -369,7 +370,7 @@ def _names_of(device: DeviceInfo) -> str:
 
 def _others(device: DeviceInfo, devices: Sequence[DeviceInfo]) -> str:
     usable = [f"{d.index} ({d.name})" for d in devices if not d.rejected and d is not device]
-    return f"; use --device {' or '.join([*usable, NUMPY])}"
+    return f"; use {setting('device')} {' or '.join([*usable, NUMPY])}"
 
 
 # -- asking Vulkan --------------------------------------------------------------------------------

@@ -252,12 +252,16 @@ class DeviceLayer:
         device_id = library.xinfer_take_newest_device() if library else 0
         return cls(library, device_id) if library and device_id else None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether :meth:`take_failure` may have something to tell."""
+        return self._failures[0] != self._taken
+
     def take_failure(self) -> Failure | None:
         """The first failure since the last call. Until it is taken, the device makes nothing new."""
-        failures = self._failures[0]  # of all devices
-        if failures == self._taken:
+        if not self.has_failed:
             return None
-        self._taken, failure = failures, _Failure()
+        self._taken, failure = self._failures[0], _Failure()  # the count is of all devices
         if not self._library.xinfer_take_failure(self._id, ctypes.byref(failure)):
             return None
         return Failure(failure.function.decode(), failure.result, failure.size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -30,7 +31,7 @@ from xinfer_vk.vulkan.devices import (
     vulkan_instance,
     wants_numpy,
 )
-from xinfer_vk.vulkan.guard import Guard, never_let_go
+from xinfer_vk.vulkan.guard import Guard, in_turn, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.memory import DeviceMemory
 from xinfer_vk.vulkan.pipeline_cache import PipelineCacheFile, pipeline_cache_folder
@@ -74,8 +75,8 @@ def open_runtime(
 
 
 class KomputeRuntime:
-    """A :class:`~xinfer_vk.plan.Runtime` on a Vulkan device. Use it from one thread at a time, and in
-    the process that opened it, not in a fork.
+    """A :class:`~xinfer_vk.plan.Runtime` on a Vulkan device, for the process that opened it, not for a fork.
+    Calls from several threads take turns; what a mapped buffer holds is for the caller to guard.
 
     ``device``: what :func:`devices.list_devices` said of it, or its index. ``memory``: "unified" keeps all
     buffers mapped, "discrete" keeps in device memory what only kernels touch; "auto" (or None, and then
@@ -94,6 +95,7 @@ class KomputeRuntime:
         memory: str | None = None,
         steps_per_submit: int | None = None,
     ) -> None:
+        self.turns = threading.RLock()
         self._manager: Any = None  # first of all, so that close() works from anywhere below
         _refuse_fork()
         named = "memory" if memory else "XINFER_VK_MEMORY"
@@ -112,7 +114,7 @@ class KomputeRuntime:
             if not self.info.is_cpu:  # a CPU device has nothing that could keep it from opening
                 check_opens(self.info)
             self._manager, self._layer, layer_notice = _open_manager(self.info)
-        self._guard = Guard(self._layer)
+        self._guard = Guard(self._layer, self.turns)
         _close_at_exit(self)
         self.notices: tuple[str, ...] = (*notices, layer_notice) if layer_notice else tuple(notices)
         self.profile = self.info.profile(self._layer.features if self._layer else frozenset())
@@ -141,6 +143,7 @@ class KomputeRuntime:
         """Device memory in buffers now."""
         return self._memory.bytes
 
+    @in_turn
     def counters(self) -> dict[str, int]:
         """What has been done so far: plans run, and the dispatches, submits and barriers of these and of
         transfers; bytes in buffers now and at most; pipelines made. Barriers are 0 without the layer."""
@@ -157,12 +160,14 @@ class KomputeRuntime:
 
     # -- buffers ----------------------------------------------------------------------------------
 
+    @in_turn
     def require_free(self, needed_bytes: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
         """Raise :class:`OutOfMemoryError`, naming ``what``, unless that much memory for buffers of that
         kind is free: for those who know a sum before they allocate its parts."""
         self._open()
         self._memory.require(needed_bytes, what, kind)
 
+    @in_turn
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
         """A new buffer, all zero. Raises :class:`OutOfMemoryError`."""
         self._open()
@@ -175,6 +180,7 @@ class KomputeRuntime:
                 raise
         return buffer
 
+    @in_turn
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back. Plans that use it are released and cannot run again."""
         self._open()
@@ -187,6 +193,7 @@ class KomputeRuntime:
             self._programs.forget(twin)
         self._memory.free(buffer)
 
+    @in_turn
     def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
         """Copy 32-bit words to ``buffer`` at word ``offset``; done when it returns."""
         self._open()
@@ -206,14 +213,16 @@ class KomputeRuntime:
     def uploads(self) -> Iterator[None]:
         """Within it, what is written may still be on its way when :meth:`write` returns; all of it is there
         at its end. Nothing else may be done with the buffers meanwhile."""
-        self._open()
-        self._uploading = True
-        try:
-            yield
-        finally:
-            self._uploading = False
-            self._transfers.finish()
+        with self.turns:
+            self._open()
+            self._uploading = True
+            try:
+                yield
+            finally:
+                self._uploading = False
+                self._transfers.finish()
 
+    @in_turn
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         """A fresh ``uint32`` copy of ``count`` words at word ``offset``. Of a STATE buffer on a discrete
         device: what the host wrote last."""
@@ -224,6 +233,7 @@ class KomputeRuntime:
             return view[offset : offset + count].copy()
         return self._transfers.download(buffer, offset, count)
 
+    @in_turn
     def mapped(self, buffer: Buffer) -> memoryview:
         """The words of a STATE or RESULT buffer in place, the host's side of a STATE buffer on a discrete
         device. Using it raises ValueError once the buffer is freed or the runtime closed."""
@@ -232,6 +242,7 @@ class KomputeRuntime:
 
     # -- plans ------------------------------------------------------------------------------------
 
+    @in_turn
     def prepare(
         self, plan: Plan, *, progress: CompileProgress | None = None, timed: bool = False
     ) -> RecordedPlan:
@@ -257,7 +268,7 @@ class KomputeRuntime:
         for done, step in enumerate(missing):
             if progress:
                 progress(done, len(missing))
-            self._programs.algorithm(step)
+            self._recorder.compile(step)
         if progress and missing:
             progress(len(missing), len(missing))
         if missing:  # some drivers compile as late as at the first run
@@ -280,6 +291,7 @@ class KomputeRuntime:
 
     # -- life -------------------------------------------------------------------------------------
 
+    @in_turn
     def close(self) -> None:
         """Give everything back: recorded plans, pipelines, buffers, the device, in this order. The
         pipeline cache is saved."""
@@ -289,6 +301,7 @@ class KomputeRuntime:
         if self._guard.process.is_another:
             return  # all of it is the other process's
         if hasattr(self, "_cache"):  # not if __init__ failed before
+            self._transfers.close()
             for plan in list(self._plans):
                 plan.release("its runtime was closed")
             if not self._guard.lost:
