@@ -61,15 +61,15 @@ class LLM:
     """A model on a device.
 
     ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
-    pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
+    pulled model. ``device``: an index, part of a name, "numpy" for no Vulkan, or None for the best device.
     ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
-    turns the matrices of a model in f16, bf16 or f32 into that format while it loads. ``activations``: "f32",
-    or "int8", which rounds the inputs of products to 8 bits. ``context`` (or ``n_ctx``): tokens the KV cache
-    holds; None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
-    ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly the fastest kernels
-    are looked for when a GPU meets such matrices for the first time ("off", "quick", "full").
-    ``progress`` is called with (stage, done, total) during long work. A context manager; :meth:`close` gives
-    the device back. Several threads may use it: their steps take turns.
+    converts the matrices of a model in f16, bf16 or f32 while it loads. ``activations``: "f32", or "int8",
+    which rounds the inputs of matrix products to 8 bits. ``context`` (or ``n_ctx``): tokens in the KV cache;
+    None sizes it for each call. ``prefill_chunk``: the most prompt tokens in one step.
+    ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly to search
+    for the fastest kernels when a GPU first meets such matrices ("off", "quick", "full").
+    ``progress`` is called with (stage, done, total) during long work. A context manager: leaving it calls
+    :meth:`close`. Several threads may use it: their steps take turns.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -159,17 +159,17 @@ class LLM:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the device, the checkpoint and the weights, a line each."""
+        """Notes about the device, the checkpoint and the weights, one line each."""
         return (*self.runtime.notices, *self._notes)
 
     @property
     def capacity(self) -> int:
-        """Tokens the KV cache holds now; 0 before the first call."""
+        """Tokens that one sequence may have in the KV cache; 0 before the first call."""
         return self._runner.cache.capacity if self._runner else 0
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that the KV cache has room for, of all sequences together; 0 before the first call."""
+        """Tokens of all sequences together that the KV cache has room for; 0 before the first call."""
         return self._runner.cache.allocator.count * BLOCK_TOKENS if self._runner else 0
 
     # -- prompts ------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class LLM:
         """Token ids of a prompt. Unless ``raw`` (default: for models without a chat template), the
         prompt becomes a user message in the model's chat template, after ``system`` if given; text
         that looks like a special token stays text. ``template_args``: variables for the template, such as
-        ``{"enable_thinking": False}``. Raises :class:`UsageError` for one that it does not know."""
+        ``{"enable_thinking": False}``. Raises :class:`UsageError` for an unknown variable."""
         if raw is None:
             raw = not self.instruct
         if raw:
@@ -235,10 +235,10 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationStream:
-        """Generate from a text or from token ids, as an iterator over pieces of text.
+        """Generate from a text or token ids. Returns an iterator over pieces of text.
 
         ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`.
-        ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
+        ``params``: how tokens are chosen and when to stop; ``fields`` override its fields
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens``, also called ``max_tokens``, is cut to
         what the context has room for. Setting ``stop_event`` from another thread ends the generation within a
         step. Raises :class:`UsageError` for an empty prompt, one longer than the context, or a bad parameter.
@@ -264,7 +264,8 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """:meth:`stream` to the end."""
+        """Generate from a text or token ids, to the end. The arguments are those of :meth:`stream`;
+        ``prompt_logprobs`` also computes the log-probability of each prompt token after the first."""
         return self.stream(
             prompt,
             params,
@@ -293,11 +294,12 @@ class LLM:
         on_step: Callable[[int], None] | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
-        """Generate from several prompts as one ragged batch, ``n`` samples of each. Samples of a prompt,
-        and prompts that are the same, share KV blocks. ``params`` may be one for each prompt.
-        ``on_result`` is called with each result as it ends (when an exception ends the batch, with what
-        there is of the others too), ``on_step`` after each step with the number of
-        tokens made so far; the list is in the order of the prompts, samples of a prompt together.
+        """Generate from an iterable of prompts as one ragged batch, ``n`` samples of each. Samples of one
+        prompt, and equal prompts, share KV blocks. ``params``: for all prompts, or a list with one for each.
+        ``on_result`` is called with each result as it ends; if an exception ends the batch, also with the
+        partial results of the others. ``on_step`` is called after each step with the number of tokens made so
+        far. The list is in the order of the prompts, with the samples of a prompt together. Raises what
+        :meth:`stream` raises.
         """
         started = time.perf_counter()
         if not isinstance(n, int) or n < 1:
@@ -412,13 +414,13 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> ChatSession:
-        """A conversation, which keeps what it has read in the KV cache from turn to turn.
+        """Begin a conversation. It keeps its tokens in the KV cache between turns.
 
             session = llm.session(system="You are terse.", temperature=0.7)
             for piece in session.send("What is Vulkan?"):
                 print(piece, end="", flush=True)
 
-        :class:`~xinfer_vk.engine.session.ChatSession` says what the arguments mean; ``fields`` are
+        The arguments are those of :class:`~xinfer_vk.engine.session.ChatSession`; ``fields`` override
         fields of ``params``. Raises :class:`UsageError` for a model without a chat template.
         """
         from xinfer_vk.engine.session import ChatSession
@@ -445,7 +447,7 @@ class LLM:
         stop_event: threading.Event | None = None,
         on_estimate: Callable[[int, int, float], None] | None = None,
     ) -> Perplexity:
-        """How well the model predicts a text, or token ids: ``exp`` of their mean negative log-likelihood.
+        """Measure perplexity on a text or token ids: ``exp`` of the mean negative log-likelihood.
 
         ``context``: tokens of a window, 512 unless given. ``convention``: "huggingface" slides the window by
         ``stride`` tokens (half a window unless given), each scores what is new in it; "llama.cpp" puts
@@ -476,7 +478,8 @@ class LLM:
         )
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logits after every token of a text: ``float32 [len(token_ids), vocabulary]``."""
+        """Logits after each token: ``float32 [len(token_ids), vocabulary]``. Raises :class:`UsageError` for
+        anything but token ids, and for more than the context holds."""
         ids = as_ids(token_ids)
         self._check_ids(ids)
         room = self.context or self.config.max_position
