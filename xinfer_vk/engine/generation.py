@@ -150,6 +150,7 @@ class Generation:
         self.metrics.prefilled_tokens += count
         if self.prefilled:
             self.metrics.ttft_s = now - self.started
+            self.metrics.ttft_compile_s = self.metrics.compile_s
 
     def accept(self, token: int, logprobs: TokenLogprobs | None, now: float, compile_s: float = 0.0) -> None:
         """Take a chosen token; ends the generation if it or the text says so. ``compile_s`` of the time

@@ -21,7 +21,7 @@ from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.engine.tune import Tune
 from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import OutOfMemoryError, UsageError, said, setting
+from xinfer_vk.errors import ModelError, OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import matrices
@@ -98,8 +98,12 @@ class LLM:
                 )
             context = n_ctx
         for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
+        if not isinstance(kv_dtype, str):
+            raise UsageError(f"kv_dtype is {kv_dtype!r}: it is the name of a number format")
         if sampler not in ("device", "cpu"):
             raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
         if activations not in ("f32", "int8"):
@@ -166,6 +170,11 @@ class LLM:
     def capacity(self) -> int:
         """Tokens that one sequence may have in the KV cache; 0 before the first call."""
         return self._runner.cache.capacity if self._runner else 0
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent on compiling kernels since the KV cache was made; 0 before the first call."""
+        return self._runner.compile_s if self._runner else 0.0
 
     @property
     def cached_tokens(self) -> int:
@@ -237,7 +246,8 @@ class LLM:
     ) -> GenerationStream:
         """Generate from a text or token ids. Returns an iterator over pieces of text.
 
-        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`.
+        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`. For token ids, ``raw`` says
+        whether the text continues theirs, with the space between them, or answers it.
         ``params``: how tokens are chosen and when to stop; ``fields`` override its fields
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens``, also called ``max_tokens``, is cut to
         what the context has room for. Setting ``stop_event`` from another thread ends the generation within a
@@ -246,7 +256,8 @@ class LLM:
         started = time.perf_counter()
         params = self._params(params, fields)
         ids = self._prompt_ids(prompt, system, raw, template_args)
-        generation = self._generation(ids, params, started, stop_event or threading.Event())
+        event = stop_event or threading.Event()
+        generation = self._generation(ids, params, started, event, self._continues(raw))
         generation.want_prompt_logprobs = prompt_logprobs
         stream = GenerationStream(self._begin, generation, self._complete)
         self._streams.add(stream)
@@ -302,7 +313,7 @@ class LLM:
         :meth:`stream` raises.
         """
         started = time.perf_counter()
-        if not isinstance(n, int) or n < 1:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise UsageError(f"n is {n!r}: it must be at least 1")
         prompts = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -315,16 +326,15 @@ class LLM:
         generations: list[Generation] = []
         first_with: dict[tuple[int, ...], Generation] = {}  # by its prompt
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
-            leader = self._generation(
-                self._prompt_ids(prompt, system, raw, template_args), chosen, started, event
-            )
+            ids = self._prompt_ids(prompt, system, raw, template_args)
+            leader = self._generation(ids, chosen, started, event, self._continues(raw))
             leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
             if not prompt_logprobs:  # those need every prompt token to be run
                 other = first_with.setdefault(tuple(leader.prompt_ids), leader)
                 leader.leader = None if other is leader else other
             generations.append(leader)
             for sample in range(1, n):
-                generations.append(sibling(leader, sample, *self._decoders(leader.prompt_ids)))
+                generations.append(sibling(leader, sample, *self._decoders(ids, self._continues(raw))))
         needs = [g.needs_capacity for g in generations]
         rows = min(len(generations), MAX_OUTPUTS)
         with self._lock:
@@ -540,6 +550,14 @@ class LLM:
         params.check_vocabulary(self.config.vocab_size)
         return params
 
+    def check_prompt(self, prompt: str, raw: bool | None = None) -> None:
+        """Raise :class:`UsageError` for a prompt without text. White space is a text to go on with, but no
+        message to answer."""
+        if not (prompt if self._continues(raw) else prompt.strip()):
+            raise UsageError(
+                "the prompt is empty: give some text" + said("", " with --prompt, --file or standard input")
+            )
+
     def _prompt_ids(
         self,
         prompt: str | Sequence[int],
@@ -548,11 +566,7 @@ class LLM:
         template_args: Mapping[str, Any] | None,
     ) -> list[int]:
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UsageError(
-                    "the prompt is empty: give some text"
-                    + said("", " with --prompt, --file or standard input")
-                )
+            self.check_prompt(prompt, raw)
             ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
         else:
             ids = as_ids(prompt)
@@ -575,20 +589,28 @@ class LLM:
             )
 
     def _generation(
-        self, ids: list[int], params: SamplingParams, started: float, stop_event: threading.Event
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        started: float,
+        stop_event: threading.Event,
+        continues: bool = False,
     ) -> Generation:
+        """``continues``: the text goes on with the prompt's, instead of answering it."""
         self.check_fits(ids, params)
         room = self.context or self.config.max_position
         if params.max_new_tokens > room - len(ids):
             params = params.replace(
                 max_new_tokens=room - len(ids), min_new_tokens=min(params.min_new_tokens, room - len(ids))
             )
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        ends = frozenset(params.stop_token_ids) | self.tokenizer.special_ids_of(params.stop)
+        if not params.ignore_eos:
+            ends |= self.eos_ids
         bad = bad_word_ids(
             params, lambda text: self.tokenizer.encode(text, parse_special=False, add_bos=False)
         )
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        decoder, splitter = self._decoders(ids)
+        decoder, splitter = self._decoders(ids, continues)
         return Generation(
             prompt_ids=ids,
             params=params,
@@ -601,12 +623,19 @@ class LLM:
             stop_event=stop_event,
         )
 
-    def _decoders(self, prompt_ids: list[int]) -> tuple[StreamDecoder, ThinkingSplitter | None]:
+    def _continues(self, raw: bool | None) -> bool:
+        """Whether a text goes on with its prompt's: where no chat template makes an answer of it."""
+        return not self.instruct if raw is None else raw
+
+    def _decoders(
+        self, prompt_ids: list[int], continues: bool
+    ) -> tuple[StreamDecoder, ThinkingSplitter | None]:
         """What makes text of the tokens after a prompt, and tells the thinking in it from the answer."""
+        after = prompt_ids if continues else ()
         if not self.thinks:
-            return StreamDecoder(self.tokenizer), None
+            return StreamDecoder(self.tokenizer, after=after), None
         splitter = ThinkingSplitter(opened_by(self.tokenizer, prompt_ids))
-        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer)), splitter
+        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer), after=after), splitter
 
     def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
         """A scheduler with one generation in it, on a cache of at least ``tokens``."""
@@ -678,7 +707,11 @@ class LLM:
 
 
 def main_format(source: ModelSource) -> str:
-    """The number format most of the weights' bytes are in."""
+    """The number format most of the weights' bytes are in. Raises :class:`ModelError` for no weights."""
+    if not source.tensors:
+        raise ModelError(
+            f"{source.path}: has no tensors: it is a vocabulary without a model, use another file"
+        )
     sizes: dict[str, int] = {}
     for tensor in source.tensors.values():
         sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes

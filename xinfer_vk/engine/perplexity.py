@@ -336,8 +336,8 @@ class Scorer:
             if np.isnan(found).any():
                 which = target + int(np.isnan(found).argmax())
                 raise NumericError(
-                    f"the logits for token {which} of the text hold NaN; run `xinfer-vk selftest` to check "
-                    "the device, and check the model's weights"
+                    f"the logits for token {which} of the text hold NaN or +inf; run `xinfer-vk selftest` to "
+                    "check the device, and check the model's weights"
                 )
             self.logprobs[targets] = found
             self.tokens_run += len(piece)

@@ -42,6 +42,7 @@ T = TypeVar("T")
 Outputs = Literal["none", "last", "all"]
 Head: TypeAlias = Literal["argmax", "logits", "logprobs"] | SamplerVariant
 
+LONG_COMPILE_S = 0.5  # who waits so long for a prompt's kernels will wait for those of decoding, too
 LONG_STEP_S = 0.4  # a dispatch that takes longer is for too many tokens: drivers give up on those of seconds
 FEWEST_PREFILL_TOKENS = 64  # fewer would read the weights too often
 MAX_AHEAD = 8  # decode steps in one plan
@@ -169,14 +170,16 @@ class ModelRunner:
 
         A step of many tokens may take seconds: between its submits ``stopped`` may say that it is not wanted
         any more, which raises :class:`StepStopped`. Raises :class:`OutOfMemoryError` when the cache is full
-        and :class:`NumericError` on NaN.
+        and :class:`NumericError` on NaN and +inf.
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        planned = planned_rows(self.runtime.profile, total)
+        planned, compiled = planned_rows(self.runtime.profile, total), self.compile_s
         recorded, self.last_plan = self._plan(
             planned, bucket(rows), head, 1, _decoding(chunks), self._context(planned, _longest(chunks))
         )
+        if self.compile_s - compiled > LONG_COMPILE_S and not _decoding(chunks):
+            self._prepare_decoding(chunks, rows, head)
         whole = recorded.run(stopped)
         self.device_s += recorded.seconds
         if not whole:
@@ -374,6 +377,13 @@ class ModelRunner:
             self.compile_s += time.perf_counter() - began
         return found
 
+    def _prepare_decoding(self, chunks: Sequence[Chunk], rows: int, head: Head) -> None:
+        """Compile what the token after a prompt needs before the prompt runs: while nothing is printed yet,
+        a progress bar can say how far it is."""
+        if rows and (head == "argmax" or isinstance(head, SamplerVariant)):
+            planned = planned_rows(self.runtime.profile, rows)
+            self._plan(planned, bucket(rows), head, 1, True, self._context(planned, _longest(chunks) + 1))
+
     def _make_plan(
         self, tokens: int, outputs: int, head: Head, ahead: int, decoding: bool = False, context: int = 0
     ) -> Plan:
@@ -423,7 +433,7 @@ class ModelRunner:
             words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
             self.bytes_read += words.nbytes
             out = words.view(np.float32).reshape(rows, logits.stride)
-            if np.isnan(out).any():
+            if not (out < np.inf).all():  # NaN is not, either
                 check_tokens(np.array([NAN_TOKEN]), [chunks[0].sequence.length], self.steps_run)
             return out
         words = self.runtime.read(self._result, 0, rows)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from xinfer_vk.errors import NumericError
 from xinfer_vk.kernels import sample_math as arithmetic
 from xinfer_vk.kernels import sample_stages as stages
 from xinfer_vk.kernels.sample_math import WEIGHT_BITS, Scale
@@ -51,8 +52,10 @@ class TokenLogprobs:
 
 
 def logprobs_of(logits: np.ndarray, token: int, count: int) -> TokenLogprobs:
-    """From the model's logits ``float32 [vocabulary]``."""
+    """From the model's logits ``float32 [vocabulary]``. Raises :class:`NumericError` for NaN and +inf."""
     keys = arithmetic.keys_of(logits)
+    if (keys == arithmetic.NAN_KEY).any():
+        raise NumericError("no log-probabilities: the logits hold NaN or +inf")
     best = stages.candidates(keys)
     total = int(stages.row_weights(keys, best, Scale.of(1.0)).sum())
     ahead = (keys > keys[token]) | ((keys == keys[token]) & (np.arange(keys.size) < token))
@@ -89,7 +92,7 @@ def from_parts(
 
 def target_logprobs(logits: np.ndarray, largest: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """The log-probabilities of many tokens, one of each row: :func:`from_parts` without the most likely
-    ones. ``float64 [rows]``; NaN where a row's logits hold NaN or are all -inf."""
+    ones. ``float64 [rows]``; NaN where a row's logits hold NaN or +inf, or are all -inf."""
     with np.errstate(divide="ignore", invalid="ignore"):
         log_totals = np.log(totals.astype(np.float64)) - WEIGHT_BITS * math.log(2)
         below = np.where(logits == largest, 0.0, logits.astype(np.float64) - largest)

@@ -272,10 +272,9 @@ class SamplingParams:
                 f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}: "
                 "the minimum must not be above the maximum"
             )
-        if self.penalty_window == 0 and self.has_penalties:
+        if self.penalty_window == 0:
             raise UsageError(
-                "penalty_window is 0, so penalties would do nothing: "
-                "give a number of tokens or -1 (all), or leave the penalties out"
+                "penalty_window is 0, so penalties would do nothing: give a number of tokens or -1 (all)"
             )
         for stage in STAGES:
             if stage not in self.sampler_order and self._does(stage):

@@ -16,6 +16,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from xinfer_vk.errors import DeviceError, UsageError, setting
+from xinfer_vk.limits import (
+    DRIVERS_BYTES,
+    memory_headroom,
+    out_of_memory,
+    require_file_handles,
+    spare_memory,
+)
 from xinfer_vk.plan import DeviceProfile
 
 NUMPY = "numpy"  # the name that chooses no Vulkan device at all
@@ -119,6 +126,11 @@ class DeviceInfo:
     @property
     def is_cpu(self) -> bool:
         return self.type == "cpu"
+
+    @property
+    def keeps_memory_in_a_file(self) -> bool:
+        """Whether buffers lie in one file in memory, which the limit on file sizes bounds (lavapipe)."""
+        return self.is_cpu and "llvmpipe" in self.name
 
     def heap_of(self, *, mapped: bool) -> int | None:
         """The heap that Kompute's memory comes from: of the first memory type that fits, as it chooses."""
@@ -237,19 +249,21 @@ def vulkan_instance() -> Iterator[tuple[Any, list[Any]]]:
     if current is not None:
         yield current
         return
+    require_file_handles()
+    spare_memory()
     vk = _import_vulkan()
     application = vk.VkApplicationInfo(pApplicationName="xinfer-vk", apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
     try:
         instance = vk.vkCreateInstance(vk.VkInstanceCreateInfo(pApplicationInfo=application), None)
     except (vk.VkError, vk.VkException) as error:
-        raise DeviceError(f"{NO_DRIVER} ({type(error).__name__})") from error
+        raise _not_loaded(f"{NO_DRIVER} ({type(error).__name__})") from error
     try:
         try:
             found = list(vk.vkEnumeratePhysicalDevices(instance))
         except (vk.VkError, vk.VkException) as error:
-            raise DeviceError(f"{NO_DRIVER} ({type(error).__name__})") from error
+            raise _not_loaded(f"{NO_DRIVER} ({type(error).__name__})") from error
         if not found:
-            raise DeviceError(NO_DRIVER)
+            raise _not_loaded(NO_DRIVER)
         _thread.current = (vk, found)
         yield vk, found
     finally:
@@ -341,8 +355,16 @@ def _import_vulkan() -> Any:
     except ModuleNotFoundError as error:
         raise DeviceError("the Python package `vulkan` is not installed: `pip install vulkan`") from error
     except OSError as error:  # what it raises when it does not find the loader's library
-        raise DeviceError(NO_LOADER) from error
+        raise _not_loaded(NO_LOADER) from error
     return vulkan
+
+
+def _not_loaded(message: str) -> DeviceError:
+    """Why no driver was found: what a limit leaves may be too little to load one."""
+    left = memory_headroom()
+    if left is not None and left < DRIVERS_BYTES:
+        return out_of_memory(f"no Vulkan driver could be loaded in the {left >> 20} MB that are left")
+    return DeviceError(message)
 
 
 def _probe(vk: Any, physical: Any, index: int) -> DeviceInfo:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from xinfer_vk.errors import OutOfMemoryError, UsageError, setting
+from xinfer_vk.limits import require_file_size
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind
 from xinfer_vk.units import format_bytes
 from xinfer_vk.vulkan.devices import DeviceInfo, available_host_bytes
@@ -28,6 +29,7 @@ from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 
 KOMPUTE_LIMIT_BYTES = 1 << 32  # kp counts bytes in 32 bits, and wraps silently
+BUFFER_ALIGNMENT = 64 << 10  # of lavapipe
 DEVICE_ONLY = frozenset({BufferKind.WEIGHTS, BufferKind.SCRATCH, BufferKind.KV, BufferKind.STATE})
 
 _ANOTHER = f"another {setting('device')} would fit"
@@ -166,6 +168,9 @@ class DeviceMemory:
                 f"{self._info.name}: split it, or use another {setting('device')}"
             )
         self.require(size, f"buffer {name!r}", kind)
+        if self._info.keeps_memory_in_a_file:
+            taken = self.bytes + BUFFER_ALIGNMENT * len(self._slots)
+            require_file_size(size + BUFFER_ALIGNMENT, taken, f"buffer {name!r}")
 
     @staticmethod
     def _remedy(kind: BufferKind) -> str:
