@@ -1,4 +1,4 @@
-"""Limits of the system (``ulimit``): an error that names the limit, never a crash, no cost where none is set."""
+"""Limits of the system (``ulimit``): errors that name the limit, and no cost where none is set."""
 
 from __future__ import annotations
 

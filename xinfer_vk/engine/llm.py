@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
@@ -26,6 +26,7 @@ from xinfer_vk.kernels.kv import vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.models.decoder import matrices
 from xinfer_vk.models.registry import family
+from xinfer_vk.options import Message, SamplingOptions
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
 from xinfer_vk.sampling.params import SamplingParams
@@ -42,6 +43,8 @@ from xinfer_vk.weights.quantize.loading import quantized
 from xinfer_vk.weights.source import ModelSource, open_model
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from xinfer_vk.engine.perplexity import Convention, Perplexity
     from xinfer_vk.engine.session import ChatSession, OnFull
 
@@ -61,8 +64,8 @@ class LLM:
     pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
     ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
     turns the matrices of a model in f16, bf16 or f32 into that format while it loads. ``activations``: "f32",
-    or "int8", which rounds the inputs of products to 8 bits. ``context``: tokens the KV cache holds; None
-    sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
+    or "int8", which rounds the inputs of products to 8 bits. ``context`` (or ``n_ctx``): tokens the KV cache
+    holds; None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
     ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly the fastest kernels
     are looked for when a GPU meets such matrices for the first time ("off", "quick", "full").
     ``progress`` is called with (stage, done, total) during long work. A context manager; :meth:`close` gives
@@ -81,12 +84,19 @@ class LLM:
         quantize: str | None = None,
         activations: str = "f32",
         context: int | None = None,
+        n_ctx: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         sampler: Sampler = "device",
         tune: Tune = "quick",
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
+        if n_ctx is not None:
+            if context not in (None, n_ctx):
+                raise UsageError(
+                    f"context is {context!r} and n_ctx {n_ctx!r}: they are one setting, give one"
+                )
+            context = n_ctx
         for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
@@ -145,6 +155,10 @@ class LLM:
                 raise
         self.load_s = time.perf_counter() - started
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"on {self.runtime.profile.name}"
+        return f"<LLM {self.name} ({self.config.architecture}, {self.dtype}), {state}>"
+
     # -- what there is ------------------------------------------------------------------------
 
     @property
@@ -156,6 +170,11 @@ class LLM:
     def capacity(self) -> int:
         """Tokens the KV cache holds now; 0 before the first call."""
         return self._runner.cache.capacity if self._runner else 0
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent on compiling kernels since the KV cache was made; 0 before the first call."""
+        return self._runner.compile_s if self._runner else 0.0
 
     @property
     def cached_tokens(self) -> int:
@@ -195,6 +214,22 @@ class LLM:
         messages.append({"role": "user", "content": prompt})
         return encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
 
+    def tokenize(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
+        """Token ids of a text as it is, without the chat template. ``add_bos``: begin with the
+        begin-of-sequence token; None does so if the model was trained with it. ``special``: read what spells
+        a special token as that token."""
+        return self.tokenizer.encode(text, parse_special=special, add_bos=add_bos)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids. ``skip_special`` leaves special tokens out. Raises :class:`UsageError` for
+        anything but ids of the vocabulary."""
+        ids = as_ids(token_ids)
+        if ids:
+            self._check_ids(ids)
+        return self.tokenizer.decode(ids, skip_special)
+
+    decode = detokenize
+
     # -- generation ---------------------------------------------------------------------------
 
     def stream(
@@ -207,16 +242,16 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> GenerationStream:
         """Generate from a text or from token ids, as an iterator over pieces of text.
 
         ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`; of token ids, ``raw`` says
         whether the text goes on with theirs (the space between them is then part of it) or answers it.
         ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
-        (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens`` is cut to what the context has room
-        for. Setting ``stop_event`` from another thread ends the generation within a step. Raises
-        :class:`UsageError` for an empty prompt, one longer than the context, or a bad parameter.
+        (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens``, also called ``max_tokens``, is cut to
+        what the context has room for. Setting ``stop_event`` from another thread ends the generation within a
+        step. Raises :class:`UsageError` for an empty prompt, one longer than the context, or a bad parameter.
         """
         started = time.perf_counter()
         params = self._params(params, fields)
@@ -238,7 +273,7 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
         """:meth:`stream` to the end."""
         return self.stream(
@@ -252,9 +287,11 @@ class LLM:
             **fields,
         ).result
 
+    __call__ = generate
+
     def batch(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -265,7 +302,7 @@ class LLM:
         stop_event: threading.Event | None = None,
         on_result: Callable[[GenerationResult], None] | None = None,
         on_step: Callable[[int], None] | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
         """Generate from several prompts as one ragged batch, ``n`` samples of each. Samples of a prompt,
         and prompts that are the same, share KV blocks. ``params`` may be one for each prompt.
@@ -276,8 +313,7 @@ class LLM:
         started = time.perf_counter()
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise UsageError(f"n is {n!r}: it must be at least 1")
-        if isinstance(prompts, str) or not prompts:
-            raise UsageError("prompts must be a list of at least one prompt")
+        prompts = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [self._params(params, fields)] * len(prompts)
         else:
@@ -321,6 +357,19 @@ class LLM:
             raise
         return [generation.result() for generation in generations]
 
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Mapping[str, Any]],
+        /,
+        params: SamplingParams | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        stop_event: threading.Event | None = None,
+        **fields: Unpack[SamplingOptions],
+    ) -> GenerationResult: ...
+
+    @overload
     def chat(
         self,
         *,
@@ -330,11 +379,52 @@ class LLM:
         on_full: OnFull = "drop-oldest",
         messages: Sequence[Mapping[str, Any]] = (),
         template_args: Mapping[str, Any] | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
+    ) -> ChatSession: ...
+
+    def chat(self, *conversation: Any, **arguments: Any) -> GenerationResult | ChatSession:
+        """Answer a list of messages, the last of them the user's, once::
+
+            result = llm.chat([{"role": "user", "content": "What is Vulkan?"}], max_tokens=60)
+
+        ``template_args`` and ``stop_event`` are those of :meth:`generate`. Nothing is remembered between two
+        calls. Without messages as the first argument it is :meth:`session`. Raises :class:`UsageError` for a
+        model without a chat template and for messages that are no conversation.
+        """
+        if not conversation:
+            return self.session(**arguments)
+        return self._chat_once(*conversation, **arguments)
+
+    def _chat_once(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        stop_event: threading.Event | None = None,
+        **fields: Unpack[SamplingOptions],
+    ) -> GenerationResult:
+        messages = as_messages(messages)
+        if not self.instruct:
+            raise UsageError(f"{self.name} has no chat template, so it cannot chat: use an instruct model")
+        self.chat_template.check_variables(template_args or {})
+        ids = encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
+        return self.generate(ids, params, stop_event=stop_event, **fields)
+
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        on_full: OnFull = "drop-oldest",
+        messages: Sequence[Mapping[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
+        **fields: Unpack[SamplingOptions],
     ) -> ChatSession:
         """A conversation, which keeps what it has read in the KV cache from turn to turn.
 
-            session = llm.chat(system="You are terse.", temperature=0.7)
+            session = llm.session(system="You are terse.", temperature=0.7)
             for piece in session.send("What is Vulkan?"):
                 print(piece, end="", flush=True)
 
@@ -452,7 +542,7 @@ class LLM:
         if bad is not None:
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
-    def _params(self, params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
+    def _params(self, params: SamplingParams | None, fields: SamplingOptions) -> SamplingParams:
         params = (params or SamplingParams()).replace(**fields)
         params.check_vocabulary(self.config.vocab_size)
         return params
@@ -623,16 +713,3 @@ def main_format(source: ModelSource) -> str:
     for tensor in source.tensors.values():
         sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes
     return max(sizes, key=lambda fmt: sizes[fmt])
-
-
-def as_ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python integers. Raises :class:`UsageError` for anything else."""
-    try:
-        if not isinstance(tokens, (bytes, bytearray)):  # which are sequences of integers too
-            return [operator.index(token) for token in tokens]
-    except TypeError:
-        pass
-    raise UsageError(
-        f"token ids are a list of whole numbers, not {type(tokens).__name__}"
-        + (": llm.encode(text) makes them from a text" if isinstance(tokens, str) else "")
-    )

@@ -123,7 +123,7 @@ class Windowing:
         return windows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Perplexity:
     """The perplexity of a text, or of what was scored of it before an interruption.
 
@@ -151,6 +151,9 @@ class Perplexity:
     def rate(self) -> float:
         """Tokens scored per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __repr__(self) -> str:
+        return f"<Perplexity {self}: {self.tokens} tokens scored>"
 
     def __str__(self) -> str:
         """``12.345 ± 0.062``: the error with two digits, the value to the same place."""

@@ -25,11 +25,14 @@ from xinfer_vk.engine.scheduler import UNDER_WAY
 from xinfer_vk.engine.stream import PieceStream, pieces
 from xinfer_vk.errors import UsageError, said, setting
 from xinfer_vk.fields import quoted
+from xinfer_vk.options import SamplingOptions
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.text.chat import encode_chat
 from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from xinfer_vk.engine.llm import LLM
 
 OnFull = Literal["drop-oldest", "refuse"]
@@ -66,7 +69,7 @@ class Answer:
 
 
 class ChatSession:
-    """A conversation with a model; :meth:`LLM.chat <xinfer_vk.engine.llm.LLM.chat>` makes one.
+    """A conversation with a model; :meth:`LLM.session <xinfer_vk.engine.llm.LLM.session>` makes one.
 
     ``system``: the system text; None leaves it to the template. ``params``: how answers are made, unless a
     call says otherwise. ``context``: tokens the conversation may take; None is the LLM's, or else 4096 or
@@ -122,6 +125,9 @@ class ChatSession:
         self.messages = messages
         if system is not None:
             self.system = system
+
+    def __repr__(self) -> str:
+        return f"<ChatSession with {self.llm.name}: {len(self._turns)} turns, context {self.context}>"
 
     # -- what there is ------------------------------------------------------------------------
 
@@ -197,7 +203,7 @@ class ChatSession:
         params: SamplingParams | None = None,
         *,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
         """Say something; the answer comes as an iterator over pieces of text.
 
@@ -215,7 +221,7 @@ class ChatSession:
         params: SamplingParams | None = None,
         *,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
         """Answer the last message anew, as :meth:`send`. The answer before stays until there is another."""
         self._stop_current()
@@ -227,7 +233,7 @@ class ChatSession:
         params: SamplingParams | None = None,
         *,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
         """Say something else instead of the last message, as :meth:`send`."""
         self._stop_current()
@@ -267,7 +273,7 @@ class ChatSession:
         text: str,
         params: SamplingParams | None,
         stop_event: threading.Event | None,
-        fields: dict[str, Any],
+        fields: SamplingOptions,
     ) -> ChatStream:
         started = time.perf_counter()
         if not text.strip():
