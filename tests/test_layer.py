@@ -222,6 +222,19 @@ def test_an_upload_that_fails_is_an_exception_that_names_its_buffer(device, func
         assert (rt.read(target, 0, 8) == numbers).all() and works(rt)
 
 
+def test_an_upload_that_fails_leaves_none_running(device):
+    """The caller frees the buffers then: nothing may be on its way to them."""
+    with KomputeRuntime(device.info, memory="discrete") as rt:
+        target = rt.allocate("target", 8, BufferKind.WEIGHTS)
+        with pytest.raises(OutOfMemoryError), rt.uploads():
+            rt.write(target, 0, np.arange(4, dtype=np.uint32))
+            rt.write(target, 4, np.arange(4, dtype=np.uint32))
+            assert len(rt._transfers._running) == 2
+            layer.inject("vkWaitForFences", 1, OUT_OF_HOST_MEMORY)
+        assert not rt._transfers._running
+        assert works(rt)
+
+
 def test_a_failed_fence_is_an_exception(fresh):
     plan, _, _ = chain(fresh)
     prepared = fresh.prepare(plan)

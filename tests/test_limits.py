@@ -56,7 +56,7 @@ def test_too_little_memory_is_an_error_that_names_the_limit_and_enough_is_enough
         assert "bug" not in done.stderr and megabytes < 1200
 
 
-@pytest.mark.parametrize("megabytes", [150, 400, 440, 480, 520, 600, 700])
+@pytest.mark.parametrize("megabytes", [220, 400, 440, 480, 520, 600, 700])
 def test_a_library_gets_an_exception_where_memory_is_too_little(device, megabytes):
     """In the process of somebody else there is no parent to tell: the trial must find it out."""
     code = (

@@ -34,6 +34,9 @@ MIN_INVOCATIONS = 256
 MIN_PUSH_BYTES = 128
 MIN_SHARED_BYTES = 16 << 10
 
+PORTABILITY_ENUMERATION = "VK_KHR_portability_enumeration"
+PORTABILITY_SUBSET = "VK_KHR_portability_subset"  # must be enabled on devices that have it
+
 OLD_LAVAPIPE = (23, 1)  # Mesa before this: 22.3 ran trial kernels 4 to 8 times slower than 25.0
 
 TYPES = ("other", "integrated", "discrete", "virtual", "cpu")  # by VkPhysicalDeviceType
@@ -49,6 +52,7 @@ SUBGROUP_OPERATIONS = (
 )  # fmt: skip
 
 # Bits of the specification that the package does not need to be asked for.
+_ENUMERATE_PORTABILITY = 1
 _HEAP_DEVICE_LOCAL, _DEVICE_LOCAL, _HOST_VISIBLE, _HOST_COHERENT, _QUEUE_COMPUTE = 1, 1, 2, 4, 2
 
 NO_LOADER = (
@@ -85,7 +89,8 @@ class DeviceInfo:
     """What is known of a Vulkan device without opening it.
 
     ``type``: one of TYPES. ``features``: names of layer.FEATURES that the device offers (what is on is
-    the runtime's to say). ``rejected``: why it cannot be used, "" if it can. ``warning``: what its user
+    the runtime's to say). ``portability_subset``: it lacks a part of Vulkan (MoltenVK).
+    ``rejected``: why it cannot be used, "" if it can. ``warning``: what its user
     should be told, "" if nothing.
     """
 
@@ -118,6 +123,7 @@ class DeviceInfo:
     features: frozenset[str]
     rejected: str = ""
     warning: str = ""
+    portability_subset: bool = False
 
     @property
     def driver(self) -> str:
@@ -126,6 +132,11 @@ class DeviceInfo:
     @property
     def is_cpu(self) -> bool:
         return self.type == "cpu"
+
+    @property
+    def required_extensions(self) -> list[str]:
+        """What every device of it must enable."""
+        return [PORTABILITY_SUBSET] if self.portability_subset else []
 
     @property
     def keeps_memory_in_a_file(self) -> bool:
@@ -226,7 +237,10 @@ def check_opens(info: DeviceInfo) -> None:
         family = next(i for i, f in enumerate(families) if f.queueFlags & _QUEUE_COMPUTE)
         queue = vk.VkDeviceQueueCreateInfo(queueFamilyIndex=family, queueCount=1, pQueuePriorities=[1.0])
         try:
-            device = vk.vkCreateDevice(physical, vk.VkDeviceCreateInfo(pQueueCreateInfos=[queue]), None)
+            wanted = vk.VkDeviceCreateInfo(
+                pQueueCreateInfos=[queue], ppEnabledExtensionNames=info.required_extensions
+            )
+            device = vk.vkCreateDevice(physical, wanted, None)
         except (vk.VkError, vk.VkException) as error:
             raise DeviceError(
                 f"cannot open {info.name}: its driver ({info.driver}) says {type(error).__name__}; "
@@ -252,9 +266,8 @@ def vulkan_instance() -> Iterator[tuple[Any, list[Any]]]:
     require_file_handles()
     spare_memory()
     vk = _import_vulkan()
-    application = vk.VkApplicationInfo(pApplicationName="xinfer-vk", apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
     try:
-        instance = vk.vkCreateInstance(vk.VkInstanceCreateInfo(pApplicationInfo=application), None)
+        instance = vk.vkCreateInstance(_instance_info(vk), None)
     except (vk.VkError, vk.VkException) as error:
         raise _not_loaded(f"{NO_DRIVER} ({type(error).__name__})") from error
     try:
@@ -269,6 +282,20 @@ def vulkan_instance() -> Iterator[tuple[Any, list[Any]]]:
     finally:
         _thread.current = None
         vk.vkDestroyInstance(instance, None)
+
+
+def _instance_info(vk: Any) -> Any:
+    """Asks for portability drivers (MoltenVK) too, which the loader does not list else. Kompute asks as well
+    (build_support/portability.hpp), so indices agree."""
+    application = vk.VkApplicationInfo(pApplicationName="xinfer-vk", apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
+    offered = {e.extensionName for e in vk.vkEnumerateInstanceExtensionProperties(None)}
+    if PORTABILITY_ENUMERATION not in offered:
+        return vk.VkInstanceCreateInfo(pApplicationInfo=application)
+    return vk.VkInstanceCreateInfo(
+        flags=_ENUMERATE_PORTABILITY,
+        pApplicationInfo=application,
+        ppEnabledExtensionNames=[PORTABILITY_ENUMERATION],
+    )
 
 
 def choose_device(wanted: str | int | None = None, devices: Sequence[DeviceInfo] | None = None) -> Choice:
@@ -418,6 +445,7 @@ def _probe(vk: Any, physical: Any, index: int) -> DeviceInfo:
         unified_memory=_is_unified(kind, heaps, types),
         features=_features(vk, physical, api, extensions, kind == "cpu"),
         warning=_warning(name, driver_name, driver_version),
+        portability_subset=PORTABILITY_SUBSET in extensions,
     )
     rejected = _rejection(info, has_compute_queue=queue is not None)
     return info if not rejected else DeviceInfo(**{**vars(info), "rejected": rejected})

@@ -387,7 +387,7 @@ def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, 
     for replace_path in (False, True) if library else ():
         try:
             with companion.enabled(replace_path), _opening(info):
-                manager = kp.Manager(info.index)
+                manager = kp.Manager(info.index, [], info.required_extensions)
         except OSError as error:
             reason = str(error)
             break
@@ -398,7 +398,7 @@ def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, 
         reason = "the Vulkan loader did not load it"
     if layer is None:
         with _opening(info):
-            manager = kp.Manager(info.index)
+            manager = kp.Manager(info.index, [], info.required_extensions)
     _check_identity(info, manager, layer)
     if layer is not None:
         return manager, layer, ""

@@ -66,6 +66,7 @@ def _ended_by(code: int) -> str:
 def main() -> None:
     """The trial itself: ``trial.py DEVICE BYTES``."""
     device, left = sys.argv[1], int(sys.argv[2])
+    signal.alarm(TIMEOUT_S)  # also where nobody waits any more
     try:
         said = _try(device, left)
     except (MemoryError, OutOfMemoryError):
