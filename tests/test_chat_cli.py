@@ -955,7 +955,7 @@ def test_text_between_three_quotes_is_taken_as_it_is(chat: Chat) -> None:
 
 def test_three_quotes_hold_the_lines_of_a_pipe_together() -> None:
     assert list(plain_lines(io.BytesIO(b'"""a\n\nb\\\n"""\nc\n'))) == [(1, '"""a\n\nb\\\n"""'), (5, "c")]
-    with pytest.raises(UsageError, match="line 2 .* has no end"):
+    with pytest.raises(UsageError, match=r"line 2 .* has no end"):
         list(plain_lines(io.BytesIO(b'x\n"""a\nb\n')))
 
 
