@@ -96,7 +96,8 @@ def replacing(target: Path) -> Iterator[Path]:
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod((0o777 if target.suffix == ".so" else 0o666) & ~umask)  # mkstemp made it private
+        library = target.suffix in (".so", ".dylib")
+        temporary.chmod((0o777 if library else 0o666) & ~umask)  # mkstemp made it private
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,12 @@ def test_recommended_values_are_used_and_shown(tiny_model: Path, common: list[st
     assert "recommended: temperature 0.7, top_k 20, top_p 0.8" in result.stderr
 
 
+def test_a_model_without_recommended_values_says_so(tiny_model: Path, common: list[str]) -> None:
+    said = "--recommended: tiny recommends no sampling values, so the defaults are used"
+    assert said in xinfer(*common, "-p", "a", "--recommended").stderr
+    assert said not in xinfer(*common, "-p", "a", "--recommended", "-q").stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -159,9 +166,22 @@ def test_an_old_file_of_results_stays_when_nothing_is_run(common: list[str], tmp
 def test_results_are_not_written_over_the_prompts(common: list[str], tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "in.jsonl", '"a"')
     (tmp_path / "link").symlink_to(prompts)
-    for out in (prompts, str(tmp_path / "link")):
+    (tmp_path / "same").hardlink_to(prompts)
+    for out in (prompts, str(tmp_path / "link"), str(tmp_path / "same")):
         assert_one_error(xinfer(*common, "--prompts", prompts, "-o", out), 2, "--output", "--prompts")
+        assert_one_error(xinfer(*common, "--file", prompts, "-o", out), 2, "--output", "--file")
     assert Path(prompts).read_text() == '"a"\n'
+
+
+def test_results_are_not_written_over_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (tmp_path / "link").symlink_to(model / "model.safetensors")
+    before = (model / "model.safetensors").read_bytes()
+    for out in (model / "model.safetensors", tmp_path / "link", model / "config.json"):
+        args = ("generate", "-m", str(model), "--device", "numpy", "-p", "x", "-o", str(out))
+        assert_one_error(xinfer(*args), 2, "--output", "--model", "write to another file")
+    assert (model / "model.safetensors").read_bytes() == before
 
 
 def test_the_only_line_of_a_file_is_named_too(common: list[str], tmp_path: Path) -> None:

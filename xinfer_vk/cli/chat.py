@@ -108,18 +108,18 @@ def command(
             if max_new_tokens is None and llm.thinks:
                 fields["max_new_tokens"] = MAX_THINKING_TOKENS
             params = params_from_options(options, llm.generation_config, **fields)
-            session = llm.chat(
+            session = llm.session(
                 system=system, params=params, on_full=on_full, template_args=template_args  # type: ignore[arg-type]
             )  # fmt: skip
             view = (TerminalView if terminal else PlainView)(quiet=quiet, progress=progress)
             for notice in llm.notices:
                 view.notice(notice)
-            if verbose:
-                from xinfer_vk.cli.report import describe, describe_recommended
+            from xinfer_vk.cli.report import describe, describe_recommended, recommends
 
+            if verbose:
                 view.notice(describe(llm))
-                if options["recommended"]:
-                    view.notice(describe_recommended(params))
+            if options["recommended"] and (verbose or not recommends(llm.generation_config)):
+                view.notice(describe_recommended(llm, params))
             chat = Chat(
                 session, view, verbose=verbose, draft=terminal, progress=progress, open_model=open_model
             )

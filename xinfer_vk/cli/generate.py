@@ -29,8 +29,10 @@ from xinfer_vk.cli.report import (
     describe_recommended,
     describe_run,
     logprob_table,
+    recommends,
     speed_report,
 )
+from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.engine.metrics import format_rate, format_seconds
 from xinfer_vk.errors import NumericError, UsageError, XinferError
@@ -67,7 +69,7 @@ def gather_prompts(
     if "-" in texts:
         texts = tuple(read_prompt(None) if text == "-" else text for text in texts)
     for text in texts:
-        if not text.strip():
+        if not text:  # the model says what white space alone is
             raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
         check_unicode(text, "the prompt")
     return [PromptLine(f"prompt {i + 1}", text, None, None, {}, i) for i, text in enumerate(texts)], 0
@@ -161,7 +163,10 @@ def command(
     stops early and keeps what there is (exit code 130), and so does SIGTERM (143).
     """
     if output is not None:
-        check_output(output, prompts)
+        refuse_inputs(
+            "--output", output, {"--prompts": prompts, "--file": file, "--model": str(chosen["model"])}
+        )
+        check_output(output)
     elif ordered or resumes:
         raise UsageError(f"--{'ordered' if ordered else 'resume'} is for the file that --output names")
     check_unicode(system or "", "the system text")
@@ -198,8 +203,8 @@ def command(
             params = params_from_options(options, llm.generation_config, **fields)
             if verbose:
                 show.tell(describe(llm))
-            if verbose and options["recommended"]:
-                show.tell(describe_recommended(params))
+            if options["recommended"] and (verbose or not recommends(llm.generation_config)):
+                show.tell(describe_recommended(llm, params))
             batch = Batch(
                 llm,
                 lines,
@@ -278,6 +283,7 @@ class Batch:
         named: bool,
     ) -> None:
         self.llm, self.prompt_logprobs, self.samples = llm, prompt_logprobs, samples
+        self.raw = raw or None  # None: as the model is
         self.keep_going, self.named = keep_going, named
         self.lines: list[PromptLine] = []
         self.ids: list[list[int]] = []
@@ -286,10 +292,9 @@ class Batch:
             try:
                 chosen = params.replace(**line.fields) if line.fields else params
                 chosen.check_vocabulary(llm.config.vocab_size)
+                llm.check_prompt(line.prompt, self.raw)
                 text_system = line.system if line.system is not None else system
-                ids = llm.encode(
-                    line.prompt, system=text_system, raw=raw or None, template_args=template_args
-                )
+                ids = llm.encode(line.prompt, system=text_system, raw=self.raw, template_args=template_args)
                 llm.check_fits(ids, chosen)
             except UsageError as error:
                 if not named:
@@ -321,7 +326,9 @@ class Batch:
 def run_one(batch: Batch, show: Shown, progress: ProgressBar) -> GenerationResult:
     """One prompt, streamed. What there is of it when an error ends it is printed before the error."""
     reason = None  # why it ended, if the stream itself does not know
-    stream = batch.llm.stream(batch.ids[0], batch.params[0], prompt_logprobs=batch.prompt_logprobs)
+    stream = batch.llm.stream(
+        batch.ids[0], batch.params[0], raw=batch.raw, prompt_logprobs=batch.prompt_logprobs
+    )
     writer = AnswerWriter(sys.stdout, progress=progress)
     with stream:
         try:
@@ -402,6 +409,7 @@ class BatchRun:
                 [batch.ids[i] for i in part],
                 [batch.params[i] for i in part],
                 n=batch.samples,
+                raw=batch.raw,
                 prompt_logprobs=batch.prompt_logprobs,
                 stop_event=self._stop,
                 on_result=finished,

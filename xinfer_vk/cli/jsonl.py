@@ -76,7 +76,7 @@ def _parse(raw: bytes, where: str, index: int) -> PromptLine:
     if not isinstance(value, dict):
         raise UsageError(f'{where}: must be an object with "prompt", or a string')
     prompt, system = value.get("prompt"), value.get("system")
-    if not isinstance(prompt, str) or not prompt.strip():
+    if not isinstance(prompt, str) or not prompt:
         raise UsageError(f'{where}: "prompt" must be a text that is not empty')
     if system is not None and not isinstance(system, str):
         raise UsageError(f'{where}: "system" must be a text')
@@ -86,13 +86,11 @@ def _parse(raw: bytes, where: str, index: int) -> PromptLine:
     return PromptLine(where, prompt, system, value.get("id"), fields, index)
 
 
-def check_output(path: str, prompts: str | None = None) -> None:
+def check_output(path: str) -> None:
     """Raise :class:`UsageError` if results cannot be written to ``path``. What is there stays as it is."""
     if path == STANDARD:
         return
     try:
-        if prompts not in (None, STANDARD) and os.path.exists(path) and os.path.samefile(path, str(prompts)):
-            raise UsageError(f"--output {path} is the file of --prompts: write the results to another one")
         if os.path.exists(path) and not os.path.isfile(path):
             if os.path.isdir(path):
                 raise UsageError(f"cannot write to {path}: it is a directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from xinfer_vk.cache import KV_BYTES
@@ -24,8 +25,15 @@ def describe(llm: LLM) -> str:
     )
 
 
-def describe_recommended(params: SamplingParams) -> str:
-    """The sampling values of a model that its makers recommend."""
+def recommends(generation_config: Mapping[str, Any]) -> bool:
+    """Whether a model's files have sampling values that its makers recommend. GGUF files have none."""
+    return any(generation_config.get(name) is not None for name in ("do_sample", *RECOMMENDED))
+
+
+def describe_recommended(llm: LLM, params: SamplingParams) -> str:
+    """The sampling values of a model that its makers recommend, or that there are none."""
+    if not recommends(llm.generation_config):
+        return f"--recommended: {llm.name} recommends no sampling values, so the defaults are used"
     values = {name: getattr(params, name) for name in RECOMMENDED}
     return "recommended: " + ", ".join(f"{name} {value:g}" for name, value in values.items())
 

@@ -93,7 +93,7 @@ def inspect_model(path: Path) -> Inspection:
             config=_config(source.config),
             formats=_formats(source.tensors),
             **parts,
-            notes=source.notices,
+            notes=(*source.notices, *_template_notes(source)),
             unsupported=tuple(problems),
         )
 
@@ -148,9 +148,17 @@ def _tokenizer(source: ModelSource) -> dict[str, Any]:
     }
 
 
+def _template_notes(source: ModelSource) -> tuple[str, ...]:
+    """Why the chat template cannot be used, where prompts without it still can."""
+    with contextlib.suppress(ModelError):  # which is told elsewhere
+        if (why := ChatTemplate.from_source(source).unusable) is not None:
+            return (why,)
+    return ()
+
+
 def _chat_template(source: ModelSource) -> dict[str, Any]:
     template = ChatTemplate.from_source(source)
-    if template.fallback:
+    if template.fallback or template.unusable is not None:
         return {"present": False}
     return {
         "present": True,

@@ -16,7 +16,7 @@ import numpy as np
 
 from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.engine.positions import RopeTables
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import appends, planned_context, query_tile
 from xinfer_vk.kernels.base import Ref
@@ -170,7 +170,7 @@ class ModelRunner:
 
         A step of many tokens may take seconds: between its submits ``stopped`` may say that it is not wanted
         any more, which raises :class:`StepStopped`. Raises :class:`OutOfMemoryError` when the cache is full
-        and :class:`NumericError` on NaN.
+        and :class:`NumericError` on NaN and +inf.
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
@@ -433,7 +433,7 @@ class ModelRunner:
             words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
             self.bytes_read += words.nbytes
             out = words.view(np.float32).reshape(rows, logits.stride)
-            if np.isnan(out).any():
+            if not (out < np.inf).all():  # NaN is not, either
                 check_tokens(np.array([NAN_TOKEN]), [chunks[0].sequence.length], self.steps_run)
             return out
         words = self.runtime.read(self._result, 0, rows)
@@ -463,7 +463,8 @@ def check_int8(weights: DecoderWeights, experts: bool) -> tuple[str, ...]:
     if len(exact) == len(formats):
         raise UsageError(
             f"activations in int8 need weights in {', '.join(A8_FORMATS)}; this model's are in "
-            f"{', '.join(exact)}: leave --activations out, or --quantize a model in 16 or 32 bits to q8_0"
+            f"{', '.join(exact)}: leave {setting('activations')} out, or use "
+            f"{setting('quantize', 'q8_0')} with a model in 16 or 32 bits"
         )
     notes = [f"activations stay exact where weights are in {', '.join(exact)}"] if exact else []
     return (*notes, "activations of experts stay exact") if experts else tuple(notes)

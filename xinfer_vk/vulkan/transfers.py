@@ -50,6 +50,12 @@ class Transfers:
         for half in tuple(self._running):
             self._finish(half)
 
+    def close(self) -> None:
+        """End what is still running, whatever became of it; the device is about to go."""
+        while self._running:
+            _, (sequence, _) = self._running.popitem()
+            sequence.eval_await()
+
     def download(self, source: Buffer, offset: int, count: int) -> np.ndarray:
         staging, view = self._staging_buffer()
         words = np.empty(count, np.uint32)
