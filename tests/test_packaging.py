@@ -49,6 +49,7 @@ def imported_by(folder: Path) -> set[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = []  # never run
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= {name.name.split(".")[0] for name in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
