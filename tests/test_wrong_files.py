@@ -84,7 +84,7 @@ def test_a_gguf_file_without_tensors_is_a_vocabulary(tmp_path: Path) -> None:
     keys = {key: value.tobytes() for key, value in read_gguf(tmp_path / "full.gguf").encoded.items()}
     write_gguf(tmp_path / "vocab.gguf", keys, [], lambda done, total: None)
     with open_model(tmp_path / "vocab.gguf") as source, pytest.raises(ModelError, match="has no tensors"):
-        from xinfer_vk.engine.llm import main_format
+        from xinfer_vk.loading import main_format
 
         main_format(source)
 

@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from xinfer_vk.engine.config import (
+    DEFAULT_MODEL,
+    PREFILL_CHUNK,
+    Activations,
+    EngineConfig,
+    Sampler,
+    Tune,
+)
 from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
-from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.engine.scheduler import UNDER_WAY, Scheduler
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
-from xinfer_vk.engine.tune import Tune
-from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import ModelError, OutOfMemoryError, UsageError, said, setting
-from xinfer_vk.kernels.kv import vector_words
+from xinfer_vk.errors import OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.models.decoder import matrices
-from xinfer_vk.models.registry import family
+from xinfer_vk.loading import Progress, load, main_format, open_checkpoint
 from xinfer_vk.options import Message, SamplingOptions
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
@@ -36,11 +40,6 @@ from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.thinking import ThinkingSplitter, opened_by, tag_ids, thinks
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
 from xinfer_vk.vulkan.runtime import open_runtime
-from xinfer_vk.weights.device import WeightPlanner
-from xinfer_vk.weights.hub import resolve_model
-from xinfer_vk.weights.quantize.choice import check_type
-from xinfer_vk.weights.quantize.loading import quantized
-from xinfer_vk.weights.source import ModelSource, open_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,26 +49,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "GenerationResult", "GenerationStream", "SamplingParams"]
 
-Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
-
-DEFAULT_MODEL = "smollm2-135m"
-PREFILL_CHUNK = 512
 CLOSED = "this LLM is closed: make a new one"
 
 
 class LLM:
     """A model on a device.
 
-    ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
-    pulled model. ``device``: an index, part of a name, "numpy" for no Vulkan, or None for the best device.
-    ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
-    converts the matrices of a model in f16, bf16 or f32 while it loads. ``activations``: "f32", or "int8",
-    which rounds the inputs of matrix products to 8 bits. ``context`` (or ``n_ctx``): tokens in the KV cache;
-    None sizes it for each call. ``prefill_chunk``: the most prompt tokens in one step.
-    ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly to search
-    for the fastest kernels when a GPU first meets such matrices ("off", "quick", "full").
-    ``progress`` is called with (stage, done, total) during long work. A context manager: leaving it calls
-    :meth:`close`. Several threads may use it: their steps take turns.
+    The arguments are the fields of :class:`~xinfer_vk.engine.config.EngineConfig`, which may be given whole
+    in the place of ``model``; ``n_ctx`` is another name of ``context``. ``progress`` is called with
+    (stage, done, total) during long work. A context manager: leaving it calls :meth:`close`. Several threads
+    may use it: their steps take turns.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -77,12 +66,12 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path = DEFAULT_MODEL,
+        model: str | Path | EngineConfig = DEFAULT_MODEL,
         *,
         device: str | int | None = None,
         kv_dtype: str = "f16",
         quantize: str | None = None,
-        activations: str = "f32",
+        activations: Activations = "f32",
         context: int | None = None,
         n_ctx: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -97,62 +86,43 @@ class LLM:
                     f"context is {context!r} and n_ctx {n_ctx!r}: they are one setting, give one"
                 )
             context = n_ctx
-        for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
-        if not isinstance(kv_dtype, str):
-            raise UsageError(f"kv_dtype is {kv_dtype!r}: it is the name of a number format")
-        if sampler not in ("device", "cpu"):
-            raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
-        if activations not in ("f32", "int8"):
-            raise UsageError(f"activations is {activations!r}: it is f32 or int8")
-        if quantize is not None:
-            check_type(quantize)
-        self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
-        self.activations = activations
-        self.sampler: Sampler = sampler
+        given = EngineConfig(
+            DEFAULT_MODEL if isinstance(model, EngineConfig) else model, device, kv_dtype, quantize,
+            activations, context, prefill_chunk, sampler, tune,
+        )  # fmt: skip
+        if isinstance(model, EngineConfig):
+            if given != EngineConfig():
+                raise UsageError("an EngineConfig has every argument: put the others into it")
+            given = model
+        self.engine_config = given
+        self.kv_dtype, self.context, self.prefill_chunk = given.kv_dtype, given.context, given.prefill_chunk
+        self.activations, self.sampler = given.activations, given.sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
         self._lock = threading.RLock()  # held during each step
         self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
         self._closed = False
-        with open_model(resolve_model(str(model), progress)) as source:
+        with open_checkpoint(given, progress) as source:
             self.name, self.config = source.name, source.config
-            if context is not None and context > self.config.max_position:
-                raise UsageError(
-                    f"context {context} is more than the {self.config.max_position} tokens that {self.name} "
-                    "was made for: use less"
-                )
-            vector_words(kv_dtype, self.config.head_dim)  # says what cannot be, before anything is loaded
-            self._notes = source.notices
-            if quantize is not None:
-                source, notes = quantized(source, quantize)
-                self._notes += notes
+            given.check_model(self.config, self.name)  # before anything is loaded
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
             self.instruct = is_instruct(source)
             self.thinks = thinks(self.tokenizer, self.chat_template.text)
             self.eos_ids = eos_ids(source, self.tokenizer)
-            self.dtype = main_format(source)
             self.generation_config = source.generation_config
-            self.runtime: Runtime = open_runtime(device)
+            if not source.tensors:
+                main_format(source)  # says so
+            self.runtime: Runtime = open_runtime(given.device)
             try:
-                planner = WeightPlanner(source, self.runtime.profile)
-                self.weights = family(self.config.architecture).load(planner, self.config)
-                self.weight_bytes = planner.total_bytes
-                if activations == "int8":
-                    self._notes += check_int8(self.weights, self.config.experts is not None)
-                stage = "loading weights" if quantize is None else f"quantizing to {quantize}"
-                planner.upload(self.runtime, self._stage(stage))
-                self._notes += tune_products(
-                    self.runtime, matrices(self.weights), tune, activations=activations,
-                    progress=self._stage("choosing kernels"),
-                )  # fmt: skip
+                loaded = load(source, self.runtime, given, progress)
             except BaseException:
                 self.runtime.close()
                 raise
+        self.weights, self.weight_bytes, self.dtype = loaded.weights, loaded.weight_bytes, loaded.fmt
+        self._notes = loaded.notices
         self.load_s = time.perf_counter() - started
 
     def __repr__(self) -> str:
@@ -704,15 +674,3 @@ class LLM:
         metrics.bytes_read_per_token = scheduler.bytes_read / max(1, scheduler.tokens_chosen)
         metrics.kv_bytes = scheduler.runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
-
-
-def main_format(source: ModelSource) -> str:
-    """The number format most of the weights' bytes are in. Raises :class:`ModelError` for no weights."""
-    if not source.tensors:
-        raise ModelError(
-            f"{source.path}: has no tensors: it is a vocabulary without a model, use another file"
-        )
-    sizes: dict[str, int] = {}
-    for tensor in source.tensors.values():
-        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes
-    return max(sizes, key=lambda fmt: sizes[fmt])
