@@ -103,7 +103,8 @@ def text_of(thing: Any) -> str:
 def paragraph(thing: Any, which: int = 0) -> str:
     """A paragraph of the docstring, as one line."""
     parts = (inspect.getdoc(thing) or "").split("\n\n")
-    return " ".join(markdown(parts[which]).split()) if which < len(parts) else ""
+    text = " ".join(markdown(parts[which]).split()) if which < len(parts) else ""
+    return re.sub(r"::$", ".", text)
 
 
 def markdown(text: str) -> str:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -702,6 +703,25 @@ def test_rounds_before_an_error_are_printed_and_the_error_is_told(capsys, checko
     broken = checkout("broken", 20.0, fails=True)
     code, out, err = bench(capsys, "-m", "x", "--against", str(broken))
     assert (code, out, err) == (1, "", f"error: {broken}: it broke\n")
+
+
+def test_rounds_before_ctrl_c_are_printed(capsys, checkout, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.ROOT", checkout("new", 30.0))
+    real, count = subprocess.run, iter(range(9))
+
+    def run(*args, **more):
+        if next(count) == 3:  # the other's turn in the second round
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.subprocess.run", run)
+    code, out, _ = bench(capsys, "-m", "x", "--against", str(checkout("old", 20.0)), "-o", "jsonl")
+    row = json.loads(out)
+    assert code == 130 and (row["rounds"], row["verdict"], row["noise"]) == (
+        [1.5],
+        "one round: unknown",
+        None,
+    )
 
 
 def test_the_other_side_is_a_version_a_format_or_a_model(tmp_path):

@@ -84,7 +84,7 @@ def test_a_gguf_file_without_tensors_is_a_vocabulary(tmp_path: Path) -> None:
     keys = {key: value.tobytes() for key, value in read_gguf(tmp_path / "full.gguf").encoded.items()}
     write_gguf(tmp_path / "vocab.gguf", keys, [], lambda done, total: None)
     with open_model(tmp_path / "vocab.gguf") as source, pytest.raises(ModelError, match="has no tensors"):
-        from xinfer_vk.engine.llm import main_format
+        from xinfer_vk.loading import main_format
 
         main_format(source)
 
@@ -96,7 +96,9 @@ def test_named_templates_without_a_usual_one_leave_raw_prompts(model: Path) -> N
     (model / "chat_template.jinja").unlink(missing_ok=True)
     with LLM(model, device="numpy") as llm:
         assert llm.generate("hello", raw=True, max_new_tokens=1).token_ids
-        with pytest.raises(ModelError, match="templates 'rag, tool_use', none is named 'default': use --raw"):
+        with pytest.raises(
+            ModelError, match="templates 'rag, tool_use', none is named 'default': use raw=True"
+        ):
             llm.generate("hello")
     found = inspect_model(model)
     assert not found.unsupported and any("none is named 'default'" in note for note in found.notes)

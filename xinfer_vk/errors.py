@@ -47,7 +47,7 @@ def _spoken(message: str) -> str:
 
 
 class XinferError(Exception):
-    """Base of all errors that are raised on purpose. ``exit_code`` is what the CLI exits with."""
+    """Base of all errors of this package. ``exit_code``: the exit status of the command line."""
 
     exit_code = 1
 
@@ -56,30 +56,30 @@ class XinferError(Exception):
 
 
 class UsageError(XinferError, ValueError):
-    """The call itself is wrong: an option, an argument, a name that does not exist."""
+    """The call is wrong: an argument, an option, an unknown name, a closed LLM. Also a ``ValueError``."""
 
     exit_code = 2
 
 
 class ModelError(XinferError):
-    """A model file is missing, damaged, or holds something that is not supported."""
+    """A model file is missing, damaged or not supported."""
 
 
 class DeviceError(XinferError):
-    """No Vulkan loader, no driver, no such device, or the device refused an operation."""
+    """There is no Vulkan loader, driver or usable device, or a device operation failed."""
 
 
 class OutOfMemoryError(DeviceError):
-    """The device cannot hold what was asked for; the message says how much and what would help."""
+    """The device has too little memory. The message says how much is needed and what would help."""
 
 
 class DeviceLostError(DeviceError):
-    """The driver gave up on the device during a run."""
+    """The driver lost the device during a run. Open a new LLM."""
 
 
 class NumericError(XinferError):
-    """The model produced NaN logits; the message names the step."""
+    """The model produced NaN logits. The message names the step."""
 
 
 class DownloadError(XinferError):
-    """A model could not be fetched, or what came is not what was expected."""
+    """A model could not be downloaded, or the download is not the expected file."""

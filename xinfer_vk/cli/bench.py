@@ -21,7 +21,7 @@ from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferErr
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.bench import Bench, Peak, Workload
-    from xinfer_vk.engine.tune import Tune
+    from xinfer_vk.engine.config import Activations, Tune
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -120,7 +120,7 @@ def command(
     warm_up: int,
     kv_dtype: tuple[str, ...],
     quantize: str | None,
-    activations: str,
+    activations: Activations,
     tune: Tune,
     against: str | None,
     profile: bool,
@@ -223,7 +223,7 @@ def command(
                         )
                         try:
                             if not quiet:
-                                for note in subject.notes:
+                                for note in subject.notices:
                                     progress.tell(note)
                             bench = Bench(subject, tests, kv, progress, activations)
                             _measure(bench, tests, repeats, warm_up, profile, peak, report, progress)

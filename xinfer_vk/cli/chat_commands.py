@@ -110,7 +110,11 @@ class Chat:
     def toolbar(self, columns: int = 80) -> str:
         """How full the context is, the model and the device, as far as they fit."""
         session = self.session
-        parts = [fill(session), session.llm.name, session.llm.runtime.profile.name.partition(" (")[0]]
+        parts = [
+            f"context {fill(session)}",
+            session.llm.name,
+            session.llm.runtime.profile.name.partition(" (")[0],
+        ]
         if self._read_files:
             parts.insert(0, f"{len(self._read_files)} read")
         if self.editing:
@@ -331,8 +335,7 @@ class Chat:
         session.llm.check_fits([], params)
         if params.max_new_tokens > session.context:
             raise UsageError(
-                f"max_new_tokens is {params.max_new_tokens}: it must be at most {session.context}, the "
-                "context"
+                f"max_new_tokens is {params.max_new_tokens}: the context has {session.context} tokens"
             )
 
     def quit(self, text: str) -> None:

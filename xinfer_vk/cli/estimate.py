@@ -17,6 +17,7 @@ from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
+    from xinfer_vk.engine.config import Activations
     from xinfer_vk.engine.estimate import Estimate, Fit
     from xinfer_vk.weights.source import ModelSource
 
@@ -58,7 +59,7 @@ def command(
     batch: int,
     kv_dtype: str,
     quantize: str | None,
-    activations: str,
+    activations: Activations,
     device: str | None,
     plot: str | None,
     as_json: bool,
@@ -68,12 +69,12 @@ def command(
 
     Nothing is loaded or allocated; the figures are exactly what a run would allocate.
     """
+    from xinfer_vk.engine.config import DEFAULT_MODEL, EngineConfig
     from xinfer_vk.engine.estimate import Estimator, fit, shape_source
+    from xinfer_vk.loading import open_checkpoint
     from xinfer_vk.models.shapes import SHAPES
     from xinfer_vk.reference import NUMPY_PROFILE
     from xinfer_vk.vulkan.devices import choose_device, list_devices
-    from xinfer_vk.weights.hub import resolve_model
-    from xinfer_vk.weights.source import open_model
 
     if plot is not None:
         check_plot(plot)
@@ -81,19 +82,19 @@ def command(
         raise UsageError("give a model, or a known one with --shape NAME (--shape list prints them)")
     if shape == "list":
         return say("\n".join(SHAPES))
+    config = EngineConfig(
+        model or DEFAULT_MODEL, kv_dtype=kv_dtype, quantize=quantize, activations=activations, context=context
+    )
     with ExitStack() as stack:
         if model is None:
             assert shape is not None
             source = shape_source(shape)
         else:
             with ProgressBar() as progress:
-                source = stack.enter_context(open_model(resolve_model(model, progress)))
+                source = stack.enter_context(open_checkpoint(config, progress))
         limit = source.config.max_position
         context = min(DEFAULT_CONTEXT, limit) if context is None else context
-        if context > limit:
-            raise UsageError(
-                f"context {context} is more than the {limit} tokens that {source.name} was made for: use less"
-            )
+        config.check_model(source.config, source.name)
         try:
             found = [d for d in list_devices() if not d.rejected] if device is None else []
         except DeviceError:  # no Vulkan here: the figures are for the reference
@@ -101,8 +102,8 @@ def command(
         chosen = choose_device(device, None if device else found).device if device or found else None
         devices = found if device is None else [chosen] if chosen is not None else []
         profile = NUMPY_PROFILE if chosen is None else chosen.profile(chosen.features)
-        figures = Estimator(source, profile, quantize, activations).estimate(context, batch, kv_dtype)
-        fits = [fit(source, d, context, batch, kv_dtype, quantize, activations) for d in devices]
+        figures = Estimator(source, profile, config).estimate(context, batch, kv_dtype)
+        fits = [fit(source, d, context, batch, kv_dtype, config) for d in devices]
     asked = {
         "context": context,
         "batch": batch,

@@ -20,15 +20,15 @@ from xinfer_vk.text.thinking import Piece, ThinkingSplitter
 
 @dataclass(frozen=True, repr=False)
 class GenerationResult:
-    """What a generation gave.
+    """The result of a generation.
 
-    ``text`` is the answer, ``thinking`` what a model that reasons thought before it.
+    ``text``: the answer. ``thinking``: the reasoning before it, for models that reason.
     ``finish_reason``: "stop" (end of sequence, a stop token or a stop string), "length" (the limit),
-    "interrupted", or "error" (what there was when an exception ended it). ``token_ids``: the generated
-    ones; the token that ended the text is not among them, those of a stop string are. ``prompt`` and
-    ``sample`` tell which prompt of a batch and which of its samples this is, ``seed`` repeats it.
-    ``logprobs``: one for each of ``token_ids``, if asked for; ``prompt_logprobs``: one for each prompt
-    token after the first.
+    "interrupted", or "error" (an exception ended it). ``token_ids``: the generated tokens, without the token
+    that ended the text, but with those of a stop string. ``prompt``, ``sample``: the index of the prompt in a
+    batch, and of this sample of it. ``seed``: the seed that repeats it. ``stop``: the stop string or token
+    that ended it. ``logprobs``: one for each of ``token_ids``, if requested. ``prompt_logprobs``: one for
+    each prompt token after the first.
     """
 
     text: str
@@ -49,7 +49,7 @@ class GenerationResult:
         return f"<GenerationResult {shown!r}: {len(self.token_ids)} tokens, {self.finish_reason}>"
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as dicts, lists, texts and numbers, ready for ``json.dumps``."""
+        """The whole result as dicts, lists, strings and numbers, ready for ``json.dumps``."""
         out: dict[str, Any] = {
             "prompt": self.prompt,
             "sample": self.sample,

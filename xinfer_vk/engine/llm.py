@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from xinfer_vk.engine.config import (
+    DEFAULT_MODEL,
+    PREFILL_CHUNK,
+    Activations,
+    EngineConfig,
+    Sampler,
+    Tune,
+)
 from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
-from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.engine.scheduler import UNDER_WAY, Scheduler
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
-from xinfer_vk.engine.tune import Tune
-from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import ModelError, OutOfMemoryError, UsageError, said, setting
-from xinfer_vk.kernels.kv import vector_words
+from xinfer_vk.errors import OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.models.decoder import matrices
-from xinfer_vk.models.registry import family
+from xinfer_vk.loading import Progress, load, main_format, open_checkpoint
 from xinfer_vk.options import Message, SamplingOptions
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
@@ -36,11 +40,6 @@ from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.thinking import ThinkingSplitter, opened_by, tag_ids, thinks
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
 from xinfer_vk.vulkan.runtime import open_runtime
-from xinfer_vk.weights.device import WeightPlanner
-from xinfer_vk.weights.hub import resolve_model
-from xinfer_vk.weights.quantize.choice import check_type
-from xinfer_vk.weights.quantize.loading import quantized
-from xinfer_vk.weights.source import ModelSource, open_model
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,26 +49,16 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "GenerationResult", "GenerationStream", "SamplingParams"]
 
-Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
-
-DEFAULT_MODEL = "smollm2-135m"
-PREFILL_CHUNK = 512
 CLOSED = "this LLM is closed: make a new one"
 
 
 class LLM:
     """A model on a device.
 
-    ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
-    pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
-    ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
-    turns the matrices of a model in f16, bf16 or f32 into that format while it loads. ``activations``: "f32",
-    or "int8", which rounds the inputs of products to 8 bits. ``context`` (or ``n_ctx``): tokens the KV cache
-    holds; None sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
-    ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly the fastest kernels
-    are looked for when a GPU meets such matrices for the first time ("off", "quick", "full").
-    ``progress`` is called with (stage, done, total) during long work. A context manager; :meth:`close` gives
-    the device back. Several threads may use it: their steps take turns.
+    The arguments are the fields of :class:`~xinfer_vk.engine.config.EngineConfig`, which may be given whole
+    in the place of ``model``; ``n_ctx`` is another name of ``context``. ``progress`` is called with
+    (stage, done, total) during long work. A context manager: leaving it calls :meth:`close`. Several threads
+    may use it: their steps take turns.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -77,12 +66,12 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path = DEFAULT_MODEL,
+        model: str | Path | EngineConfig = DEFAULT_MODEL,
         *,
         device: str | int | None = None,
         kv_dtype: str = "f16",
         quantize: str | None = None,
-        activations: str = "f32",
+        activations: Activations = "f32",
         context: int | None = None,
         n_ctx: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -97,62 +86,43 @@ class LLM:
                     f"context is {context!r} and n_ctx {n_ctx!r}: they are one setting, give one"
                 )
             context = n_ctx
-        for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
         if progress is not None and not callable(progress):
             raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
-        if not isinstance(kv_dtype, str):
-            raise UsageError(f"kv_dtype is {kv_dtype!r}: it is the name of a number format")
-        if sampler not in ("device", "cpu"):
-            raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
-        if activations not in ("f32", "int8"):
-            raise UsageError(f"activations is {activations!r}: it is f32 or int8")
-        if quantize is not None:
-            check_type(quantize)
-        self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
-        self.activations = activations
-        self.sampler: Sampler = sampler
+        given = EngineConfig(
+            DEFAULT_MODEL if isinstance(model, EngineConfig) else model, device, kv_dtype, quantize,
+            activations, context, prefill_chunk, sampler, tune,
+        )  # fmt: skip
+        if isinstance(model, EngineConfig):
+            if given != EngineConfig():
+                raise UsageError("an EngineConfig has every argument: put the others into it")
+            given = model
+        self.engine_config = given
+        self.kv_dtype, self.context, self.prefill_chunk = given.kv_dtype, given.context, given.prefill_chunk
+        self.activations, self.sampler = given.activations, given.sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
         self._lock = threading.RLock()  # held during each step
         self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
         self._closed = False
-        with open_model(resolve_model(str(model), progress)) as source:
+        with open_checkpoint(given, progress) as source:
             self.name, self.config = source.name, source.config
-            if context is not None and context > self.config.max_position:
-                raise UsageError(
-                    f"context {context} is more than the {self.config.max_position} tokens that {self.name} "
-                    "was made for: use less"
-                )
-            vector_words(kv_dtype, self.config.head_dim)  # says what cannot be, before anything is loaded
-            self._notes = source.notices
-            if quantize is not None:
-                source, notes = quantized(source, quantize)
-                self._notes += notes
+            given.check_model(self.config, self.name)  # before anything is loaded
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
             self.instruct = is_instruct(source)
             self.thinks = thinks(self.tokenizer, self.chat_template.text)
             self.eos_ids = eos_ids(source, self.tokenizer)
-            self.dtype = main_format(source)
             self.generation_config = source.generation_config
-            self.runtime: Runtime = open_runtime(device)
+            if not source.tensors:
+                main_format(source)  # says so
+            self.runtime: Runtime = open_runtime(given.device)
             try:
-                planner = WeightPlanner(source, self.runtime.profile)
-                self.weights = family(self.config.architecture).load(planner, self.config)
-                self.weight_bytes = planner.total_bytes
-                if activations == "int8":
-                    self._notes += check_int8(self.weights, self.config.experts is not None)
-                stage = "loading weights" if quantize is None else f"quantizing to {quantize}"
-                planner.upload(self.runtime, self._stage(stage))
-                self._notes += tune_products(
-                    self.runtime, matrices(self.weights), tune, activations=activations,
-                    progress=self._stage("choosing kernels"),
-                )  # fmt: skip
+                loaded = load(source, self.runtime, given, progress)
             except BaseException:
                 self.runtime.close()
                 raise
+        self.weights, self.weight_bytes, self.dtype = loaded.weights, loaded.weight_bytes, loaded.fmt
+        self._notes = loaded.notices
         self.load_s = time.perf_counter() - started
 
     def __repr__(self) -> str:
@@ -163,12 +133,12 @@ class LLM:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the device, the checkpoint and the weights, a line each."""
+        """Notes about the device, the checkpoint and the weights, one line each."""
         return (*self.runtime.notices, *self._notes)
 
     @property
     def capacity(self) -> int:
-        """Tokens the KV cache holds now; 0 before the first call."""
+        """Tokens that one sequence may have in the KV cache; 0 before the first call."""
         return self._runner.cache.capacity if self._runner else 0
 
     @property
@@ -178,7 +148,7 @@ class LLM:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that the KV cache has room for, of all sequences together; 0 before the first call."""
+        """Tokens of all sequences together that the KV cache has room for; 0 before the first call."""
         return self._runner.cache.allocator.count * BLOCK_TOKENS if self._runner else 0
 
     # -- prompts ------------------------------------------------------------------------------
@@ -194,7 +164,7 @@ class LLM:
         """Token ids of a prompt. Unless ``raw`` (default: for models without a chat template), the
         prompt becomes a user message in the model's chat template, after ``system`` if given; text
         that looks like a special token stays text. ``template_args``: variables for the template, such as
-        ``{"enable_thinking": False}``. Raises :class:`UsageError` for one that it does not know."""
+        ``{"enable_thinking": False}``. Raises :class:`UsageError` for an unknown variable."""
         if raw is None:
             raw = not self.instruct
         if raw:
@@ -244,11 +214,11 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationStream:
-        """Generate from a text or from token ids, as an iterator over pieces of text.
+        """Generate from a text or token ids. Returns an iterator over pieces of text.
 
-        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`; of token ids, ``raw`` says
-        whether the text goes on with theirs (the space between them is then part of it) or answers it.
-        ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
+        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`. For token ids, ``raw`` says
+        whether the text continues theirs, with the space between them, or answers it.
+        ``params``: how tokens are chosen and when to stop; ``fields`` override its fields
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens``, also called ``max_tokens``, is cut to
         what the context has room for. Setting ``stop_event`` from another thread ends the generation within a
         step. Raises :class:`UsageError` for an empty prompt, one longer than the context, or a bad parameter.
@@ -275,7 +245,8 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """:meth:`stream` to the end."""
+        """Generate from a text or token ids, to the end. The arguments are those of :meth:`stream`;
+        ``prompt_logprobs`` also computes the log-probability of each prompt token after the first."""
         return self.stream(
             prompt,
             params,
@@ -304,11 +275,12 @@ class LLM:
         on_step: Callable[[int], None] | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
-        """Generate from several prompts as one ragged batch, ``n`` samples of each. Samples of a prompt,
-        and prompts that are the same, share KV blocks. ``params`` may be one for each prompt.
-        ``on_result`` is called with each result as it ends (when an exception ends the batch, with what
-        there is of the others too), ``on_step`` after each step with the number of
-        tokens made so far; the list is in the order of the prompts, samples of a prompt together.
+        """Generate from an iterable of prompts as one ragged batch, ``n`` samples of each. Samples of one
+        prompt, and equal prompts, share KV blocks. ``params``: for all prompts, or a list with one for each.
+        ``on_result`` is called with each result as it ends; if an exception ends the batch, also with the
+        partial results of the others. ``on_step`` is called after each step with the number of tokens made so
+        far. The list is in the order of the prompts, with the samples of a prompt together. Raises what
+        :meth:`stream` raises.
         """
         started = time.perf_counter()
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
@@ -422,13 +394,13 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> ChatSession:
-        """A conversation, which keeps what it has read in the KV cache from turn to turn.
+        """Begin a conversation. It keeps its tokens in the KV cache between turns.
 
             session = llm.session(system="You are terse.", temperature=0.7)
             for piece in session.send("What is Vulkan?"):
                 print(piece, end="", flush=True)
 
-        :class:`~xinfer_vk.engine.session.ChatSession` says what the arguments mean; ``fields`` are
+        The arguments are those of :class:`~xinfer_vk.engine.session.ChatSession`; ``fields`` override
         fields of ``params``. Raises :class:`UsageError` for a model without a chat template.
         """
         from xinfer_vk.engine.session import ChatSession
@@ -455,7 +427,7 @@ class LLM:
         stop_event: threading.Event | None = None,
         on_estimate: Callable[[int, int, float], None] | None = None,
     ) -> Perplexity:
-        """How well the model predicts a text, or token ids: ``exp`` of their mean negative log-likelihood.
+        """Measure perplexity on a text or token ids: ``exp`` of the mean negative log-likelihood.
 
         ``context``: tokens of a window, 512 unless given. ``convention``: "huggingface" slides the window by
         ``stride`` tokens (half a window unless given), each scores what is new in it; "llama.cpp" puts
@@ -486,7 +458,8 @@ class LLM:
         )
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logits after every token of a text: ``float32 [len(token_ids), vocabulary]``."""
+        """Logits after each token: ``float32 [len(token_ids), vocabulary]``. Raises :class:`UsageError` for
+        anything but token ids, and for more than the context holds."""
         ids = as_ids(token_ids)
         self._check_ids(ids)
         room = self.context or self.config.max_position
@@ -701,15 +674,3 @@ class LLM:
         metrics.bytes_read_per_token = scheduler.bytes_read / max(1, scheduler.tokens_chosen)
         metrics.kv_bytes = scheduler.runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
-
-
-def main_format(source: ModelSource) -> str:
-    """The number format most of the weights' bytes are in. Raises :class:`ModelError` for no weights."""
-    if not source.tensors:
-        raise ModelError(
-            f"{source.path}: has no tensors: it is a vocabulary without a model, use another file"
-        )
-    sizes: dict[str, int] = {}
-    for tensor in source.tensors.values():
-        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes
-    return max(sizes, key=lambda fmt: sizes[fmt])

@@ -16,7 +16,6 @@ import numpy as np
 
 from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.engine.positions import RopeTables
-from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import appends, planned_context, query_tile
 from xinfer_vk.kernels.base import Ref
@@ -453,21 +452,6 @@ class ModelRunner:
         buffer = self.runtime.allocate(name, words, kind)
         self._buffers.append(buffer)
         return buffer
-
-
-def check_int8(weights: DecoderWeights, experts: bool) -> tuple[str, ...]:
-    """What the user should know of products in integers with these weights, a line each. ``experts``: some
-    are experts. Raises :class:`UsageError` if there are none, naming the formats."""
-    formats = {m.fmt for layer in (*weights.layers, weights.head) for m in matrices(layer)}
-    exact = sorted(formats - set(A8_FORMATS))
-    if len(exact) == len(formats):
-        raise UsageError(
-            f"activations in int8 need weights in {', '.join(A8_FORMATS)}; this model's are in "
-            f"{', '.join(exact)}: leave {setting('activations')} out, or use "
-            f"{setting('quantize', 'q8_0')} with a model in 16 or 32 bits"
-        )
-    notes = [f"activations stay exact where weights are in {', '.join(exact)}"] if exact else []
-    return (*notes, "activations of experts stay exact") if experts else tuple(notes)
 
 
 def make_runner(

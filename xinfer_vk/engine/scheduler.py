@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from xinfer_vk.engine.config import Sampler
 from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import Chunk, Head, ModelRunner, StepStopped
 from xinfer_vk.errors import UsageError
@@ -25,8 +26,6 @@ from xinfer_vk.sampling import reference
 from xinfer_vk.sampling.device import RowParams
 from xinfer_vk.sampling.logprobs import TokenLogprobs, logprobs_of
 from xinfer_vk.sampling.params import SamplingParams
-
-Sampler = Literal["device", "cpu"]
 
 UNDER_WAY = "another generation is under way on this LLM: finish or cancel it first"
 

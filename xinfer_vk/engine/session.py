@@ -71,20 +71,19 @@ class Answer:
 class ChatSession:
     """A conversation with a model; :meth:`LLM.session <xinfer_vk.engine.llm.LLM.session>` makes one.
 
-    ``system``: the system text; None leaves it to the template. ``params``: how answers are made, unless a
-    call says otherwise. ``context``: tokens the conversation may take; None is the LLM's, or else 4096 or
-    what the model was made for. ``on_full``: what happens when a message does not fit any more.
-    ``messages``: a conversation to go on with. ``template_args``: variables for the chat template, such as
-    ``{"enable_thinking": False}``.
+    ``system``: the system text; None leaves it to the template. ``params``: defaults of all answers.
+    ``context``: the most tokens of the conversation; None takes the LLM's context, or else 4096 or the
+    model's limit. ``on_full``: what happens when a message no longer fits. ``messages``: a conversation to
+    continue. ``template_args``: variables for the chat template, such as ``{"enable_thinking": False}``.
 
     A message fits when it leaves room for an answer: ``max_new_tokens``, or a quarter of the context if
-    that is less. Else "drop-oldest" leaves the oldest turns out of what the model reads, until half of
-    the context is free (so that this does not happen at every turn), and keeps the system text and the
-    messages themselves; "refuse" raises :class:`UsageError` and changes nothing.
+    that is less. Otherwise "drop-oldest" hides the oldest turns from the model until half of the context is
+    free, so that this does not happen at every turn; ``messages`` and the system text keep everything.
+    "refuse" raises :class:`UsageError` and changes nothing.
 
-    Between turns the cache is the session's as long as nothing else runs on the LLM and needs the room.
-    One thread at a time, except for ``cancel`` and ``stop_event``. Raises :class:`UsageError` for a model
-    without a chat template and for bad arguments.
+    Between turns the session keeps its place in the KV cache until another call needs the room. One thread
+    at a time, except for ``cancel`` and ``stop_event``. Raises :class:`UsageError` for a model without a chat
+    template and for bad arguments.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class ChatSession:
 
     @property
     def params(self) -> SamplingParams:
-        """How answers are made. Can be set."""
+        """The sampling parameters of answers. Can be set."""
         return self._params
 
     @params.setter
@@ -205,7 +204,7 @@ class ChatSession:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
-        """Say something; the answer comes as an iterator over pieces of text.
+        """Send a message. Returns the answer as an iterator over pieces of text.
 
         ``fields`` are fields of SamplingParams, over ``params`` or the session's. The turn enters the
         conversation when its stream ends, however it ends: an answer that was interrupted stays as far as
@@ -223,7 +222,7 @@ class ChatSession:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
-        """Answer the last message anew, as :meth:`send`. The answer before stays until there is another."""
+        """Answer the last message again, as :meth:`send`. The old answer stays until there is a new one."""
         self._stop_current()
         return self.edit(self._last_message("answer again"), params, stop_event=stop_event, **fields)
 
@@ -235,14 +234,14 @@ class ChatSession:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
-        """Say something else instead of the last message, as :meth:`send`."""
+        """Replace the last message, as :meth:`send`."""
         self._stop_current()
         self._last_message("change")
         turns = self._turns if self._unanswered is not None else self._turns[:-1]
         return self._answer(turns, text, params, stop_event, fields)
 
     def undo(self) -> str:
-        """Take the last message and its answer back; returns the message."""
+        """Remove the last message and its answer. Returns the message."""
         self._stop_current()
         text = self._last_message("take back")
         if self._unanswered is None:
@@ -259,7 +258,7 @@ class ChatSession:
         self._changed()
 
     def close(self) -> None:
-        """Give the cache's room back. The conversation stays, and can go on."""
+        """Free the room in the KV cache. The conversation stays and can continue."""
         self._stop_current()
         kept, self._kept = self._kept, None
         if kept is not None and kept.cache.take_back(kept.sequence):

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from xinfer_vk import __version__
+from xinfer_vk.engine.config import Tune
 from xinfer_vk.errors import DeviceLostError, OutOfMemoryError, UsageError, XinferError
 from xinfer_vk.folders import keep, optional_cache_folder
 from xinfer_vk.kernels import matmul_a8
@@ -35,7 +36,6 @@ from xinfer_vk.kernels.quantize_rows import quantize_rows, quantized_words
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
 from xinfer_vk.weights.device import Matrix
 
-Tune = Literal["off", "quick", "full"]
 TUNE_CHOICES: tuple[Tune, ...] = ("off", "quick", "full")
 # Rows of x that are tried; the buckets between go with the next one above.
 QUICK_TOKENS, FULL_TOKENS = (1, 8, 16, 64, 512), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -55,25 +55,25 @@ class FrozenMap(dict):  # type: ignore[type-arg]
 
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
-    """How tokens are chosen, and when to stop. The defaults are greedy.
+    """How to choose tokens and when to stop. The default is greedy decoding.
 
-    Raises :class:`UsageError`, which names the field, its value and its range. What depends on the model
-    is checked by :meth:`check_vocabulary`.
+    Raises :class:`UsageError`, which names the field, its value and its range. :meth:`check_vocabulary`
+    checks token ids against a model.
 
-    Choosing (docs/sampling.md says what each one does, and in which order):
+    Choosing (docs/sampling.md explains each stage and their order):
 
-    * ``temperature``: 0 or less is greedy, else 1e-6 … 100.
-    * ``top_k``: the most likely ``k`` tokens; 0 is off.
-    * ``top_p``: the fewest tokens that hold this part of the probability; 1 or more is off.
-    * ``min_p``: tokens with at least this part of the largest probability; 0 is off.
-    * ``typical_p``: the fewest tokens of usual surprise that hold this part; 1 or more is off.
-    * ``repetition_penalty``: 1 is off. ``presence_penalty``, ``frequency_penalty``: 0 is off. They look
-      back over ``penalty_window`` tokens of prompt and answer; -1 is all of them.
-    * ``logit_bias``: added to the logits of tokens, by id; ``-inf`` bans one.
-    * ``seed``: the same seed gives the same tokens; None takes a new one each time.
-    * ``sampler_order``: the stages in order. One that is left out must be off.
+    * ``temperature``: 0 or less is greedy, otherwise 1e-6 to 100.
+    * ``top_k``: keep the ``k`` most likely tokens; 0 is off.
+    * ``top_p``: keep the most likely tokens up to this probability mass; 1 or more is off.
+    * ``min_p``: keep tokens with at least this fraction of the largest probability; 0 is off.
+    * ``typical_p``: locally typical sampling: keep tokens up to this probability mass; 1 or more is off.
+    * ``repetition_penalty``: 1 is off. ``presence_penalty``, ``frequency_penalty``: 0 is off. They cover the
+      last ``penalty_window`` tokens of prompt and answer; -1 covers all.
+    * ``logit_bias``: token id to a number that is added to its logit; ``-inf`` bans the token.
+    * ``seed``: the same seed gives the same tokens; None takes a new seed for each call.
+    * ``sampler_order``: the stages in order. A stage that is not in the list must be off.
 
-    Bounds: ``stop`` strings, ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens`` (no end before),
+    Bounds: ``stop`` strings, ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens`` (no end earlier),
     ``max_new_tokens`` (also called ``max_tokens``), ``bad_words`` (strings, or token ids in a row, that must
     not appear).
 
@@ -143,7 +143,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the largest logit is taken, after penalties and bias."""
+        """Whether the largest logit wins, after penalties and bias."""
         return self.temperature <= 0
 
     @property
@@ -187,7 +187,7 @@ class SamplingParams:
                     )
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """The same with some fields changed, validated again."""
+        """A copy with some fields changed, validated again."""
         _known_fields(changes)
         limit = changes.pop("max_tokens", None)
         if limit is not None and changes.setdefault("max_new_tokens", limit) != limit:
@@ -205,7 +205,7 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """From fields by name; an unknown one is refused."""
+        """From a dict of fields. Raises :class:`UsageError` for an unknown field."""
         _known_fields(fields)
         return cls(**fields)
 

@@ -269,7 +269,8 @@ def _default_of(value: Any, where: str) -> str | None:
     if "default" not in named and len(named) > 1:
         names = quoted(", ".join(named))
         raise _NoDefault(
-            f"{where}: chat_template has the templates {names}, none is named 'default': use --raw"
+            f"{where}: chat_template has the templates {names}, none is named 'default': "
+            f"use {setting('raw', True)}"
         )
     return named.get("default", next(iter(named.values()), None))
 
