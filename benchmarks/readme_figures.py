@@ -329,10 +329,9 @@ def seeds() -> str:
                 alone = [llm.generate(p, max_new_tokens=24, **fields) for p in prompts]  # type: ignore[arg-type]
                 same = sum(list(a.token_ids) == list(b.token_ids) for a, b in zip(alone, together))
                 parts.append(f"{same} of {len(prompts)} {name} answers with an {kind} cache")
+    lines = "".join(f"- {part}\n" for part in parts)
     return (
-        "On lavapipe, in a batch of eight prompts and alone, the same tokens: "
-        + ", ".join(parts)
-        + ".\n"
+        f"Eight prompts on lavapipe, in one batch and each alone, gave the same tokens for\n{lines}"
         + provenance()
     )
 

@@ -40,6 +40,7 @@ ARCHIVE = f"kp-{VERSION}.tar.gz"
 SHA256 = "98e583dc6e9731ff6d7a3e3317817e4d93f7b2945929619e29a56325db279949"
 PYBIND11 = "2.13.6"  # the version this was proven with
 FOLDER = ROOT / "xinfer_vk" / "vulkan" / "_kompute"
+PORTABILITY = ROOT / "build_support" / "portability.hpp"
 WHAT = f"Building Kompute {VERSION}"
 
 FLAGS = (
@@ -55,7 +56,11 @@ FLAGS = (
     "-DKOMPUTE_DISABLE_VK_DEBUG_LAYERS=1",
     f'-DVERSION_INFO="{VERSION}"',
 )
-LINK_FLAGS = ("-shared", "-s", "-Wl,--as-needed", "-Wl,-O1")
+LINK_FLAGS = (
+    ("-bundle", "-undefined", "dynamic_lookup")  # what Python loads on macOS
+    if sys.platform == "darwin"
+    else ("-shared", "-s", "-Wl,--as-needed", "-Wl,-O1")
+)
 
 _RELEASE_GIL = ",\n        py::call_guard<py::gil_scoped_release>()"
 _EVAL = "[](kp::Sequence& self) { return self.eval(); }"
@@ -181,7 +186,8 @@ def cache_key(compiler: Sequence[str]) -> str:
     done = subprocess.run([*compiler, "-dumpversion"], capture_output=True, text=True)
     version = done.stdout.strip().split(".")[0] or "unknown"
     libc = "-".join(filter(None, platform.libc_ver())) or "libc"
-    parts = [SHA256, PYBIND11, *FLAGS, *LINK_FLAGS, *(text for patch in PATCHES for text in patch)]
+    patches = [text for patch in PATCHES for text in patch]
+    parts = [SHA256, PYBIND11, *FLAGS, *LINK_FLAGS, *patches, PORTABILITY.read_text(encoding="utf-8")]
     recipe = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     soabi = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     return f"kp-{VERSION}-{soabi}-{libc}-{Path(compiler[0]).name}{version}-{recipe[:8]}"
@@ -252,7 +258,7 @@ def _compile(compiler: Sequence[str], source: Path, work: Path) -> Path:
     for name in ("ShaderOpMult", "ShaderLogisticRegression"):  # headers that Kompute ships ready, under .in
         shutil.copyfile(source / "src" / "shaders" / "glsl" / f"{name}.hpp.in", include / f"{name}.hpp")
     folders = [source / "src" / "include", include, _pybind11_include(), sysconfig.get_path("include")]
-    flags = [*FLAGS, *(f"-I{folder}" for folder in folders)]
+    flags = [*FLAGS, "-include", str(PORTABILITY), *(f"-I{folder}" for folder in folders)]
     # Two halves of equal weight. Reading vulkan.hpp is most of the work, and the library's files together
     # read it once: 22 s of CPU time in all, against 54 s for each file apart.
     library = work / "kompute.cpp"

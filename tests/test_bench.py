@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from cli_helpers import assert_one_error, xinfer
 
 from xinfer_vk.cli.app import run
 from xinfer_vk.cli.bench_against import other_side, ratios, this_side
-from xinfer_vk.cli.bench_plot import lines
+from xinfer_vk.cli.bench_plot import draw_batch, draw_context, lines, tokens_and_batch
 from xinfer_vk.cli.bench_report import FORMATS as OUTPUTS
 from xinfer_vk.cli.bench_report import as_csv, as_markdown, as_record, fitted_table, markdown_table
 from xinfer_vk.cli.output import OutputError, ReaderGone
@@ -704,6 +705,25 @@ def test_rounds_before_an_error_are_printed_and_the_error_is_told(capsys, checko
     assert (code, out, err) == (1, "", f"error: {broken}: it broke\n")
 
 
+def test_rounds_before_ctrl_c_are_printed(capsys, checkout, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.ROOT", checkout("new", 30.0))
+    real, count = subprocess.run, iter(range(9))
+
+    def run(*args, **more):
+        if next(count) == 3:  # the other's turn in the second round
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.subprocess.run", run)
+    code, out, _ = bench(capsys, "-m", "x", "--against", str(checkout("old", 20.0)), "-o", "jsonl")
+    row = json.loads(out)
+    assert code == 130 and (row["rounds"], row["verdict"], row["noise"]) == (
+        [1.5],
+        "one round: unknown",
+        None,
+    )
+
+
 def test_the_other_side_is_a_version_a_format_or_a_model(tmp_path):
     file, shape = this_side("m.gguf", False, None), this_side("tiny:f16", True, None)
     assert other_side("q4_k", file).quantize == "q4_k" and other_side("q4_k", file).model == "m.gguf"
@@ -758,6 +778,30 @@ def test_plots_are_drawn_of_what_has_several_points(tmp_path, capsys, tiny):
 def test_a_line_joins_rows_that_differ_in_one_thing_only():
     rows = [record(f"tg8 @ d{d}, b{b}", depth=d, batch=b) for d in (0, 4) for b in (1, 2)]
     rows.append(record("tg8 @ d9, b3", depth=9, batch=3))
-    found = lines(rows, "tg", lambda r: r["depth"], lambda r: f"b{r['batch']}")
+    found = lines(rows, "tg", lambda r: r["depth"], tokens_and_batch)
     assert [[x for x, _ in line] for line in found.values()] == [[0, 4], [0, 4]]
-    assert list(found) == ["m, b1", "m, b2"]
+    assert list(found) == ["batch 1", "batch 2"]
+    assert list(lines(rows[:2] + rows[3:4], "tg", lambda r: r["batch"], lambda r: ())) == [""]
+
+
+def test_plots_say_what_was_measured_in_seconds_whole_ticks_and_with_the_spread():
+    spread = {"tok_per_s_min": 15.0, "tok_per_s_max": 18.0, "date": "2026-11-30T10:00:00+00:00"}
+    rows = [
+        record("pp8", (7.0, 8.0, 9.5), "llvmpipe (LLVM)", ttft_s=8.0, **spread) | {"prompt_tokens": tokens}
+        for tokens in (1, 2)
+    ]
+    figure = draw_context(rows)
+    (axes,) = figure.axes
+    assert figure.get_suptitle() == "m on llvmpipe, 2026-11-30"
+    assert axes.get_ylabel() == "time to first token (s)" and axes.get_legend() is None
+    (bars,) = axes.containers
+    low, high = bars.lines[1]
+    assert list(low.get_ydata()) == [7.0, 7.0] and list(high.get_ydata()) == [9.5, 9.5]
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    short = [r | {"ttft_s": 0.5, "run_s": [0.5]} for r in rows]
+    assert draw_context(short).axes[0].get_ylabel() == "time to first token (ms)"
+    batch = [record(batch=b, **spread) for b in (1, 2)] + [record("tg9", batch=b, **spread) for b in (1, 2)]
+    for r in batch[2:]:
+        r["new_tokens"] = 9
+    legend = draw_batch(batch).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["8 tokens", "9 tokens"]

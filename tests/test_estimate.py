@@ -167,7 +167,7 @@ def test_command(tiny_model: Path, device: DeviceUnderTest) -> None:
         in result.stdout
     )
     assert "2 KV heads for 14 query heads (GQA) save 151.0 MB of 176.2 MB of full heads" in result.stdout
-    assert f"  {device.name}: fits, up to 32768 tokens do" in result.stdout
+    assert f"  {device.name}: fits; longest context 32768 tokens" in result.stdout
     record: dict[str, Any] = json.loads(xinfer("estimate", str(tiny_model), "--json", "-d", "numpy").stdout)
     assert record["context"] == 512 and record["devices"] == []
     parts = ("weight_bytes", "kv_bytes", "activation_bytes", "staging_bytes")

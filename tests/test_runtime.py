@@ -245,7 +245,7 @@ def small_heap(fresh, size: int):
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [(BufferKind.WEIGHTS, "fewer bits a weight"), (BufferKind.KV, "smaller --context, --kv-dtype q8_0")],
+    [(BufferKind.WEIGHTS, "fewer bits a weight"), (BufferKind.KV, "smaller context, kv_dtype=.q8_0")],
 )
 def test_more_than_is_free_is_refused_with_both_sizes_and_what_helps(fresh, kind, remedy):
     fresh.read(fresh.allocate("first", 8, kind), 0, 8)

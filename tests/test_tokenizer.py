@@ -640,6 +640,44 @@ def test_the_way_from_text_to_tokens_decides_what_they_stand_for(tmp_path: Path)
         assert tokenizer.decode(ids) == "two words, é", case
 
 
+FATAL = {
+    "a prefix": ('"continuing_subword_prefix": null', '"continuing_subword_prefix": "##"', "prefix is '##'"),
+    "an escaped prefix": ('"continuing_subword_prefix": null', '"continuing\\u005fsubword_prefix": "b"',
+                          "prefix is 'b': BPE with such a prefix is not supported"),
+    "a second model": ('"model": {', '"model": {"type": "BPE", "vocab": {}, "merges": [], '
+                       '"continuing_subword_prefix": "x"}, "model": {', "prefix is 'x'"),
+    "a huge table": ('"normalizer": null', '"normalizer": {"type": "Precompiled", "precompiled_charsmap": '
+                     '"/////w=="}', "charsmap is damaged: it has 4 bytes, .* would have 4294967295"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FATAL)
+def test_what_would_end_the_process_is_refused_before(tmp_path: Path, case: str) -> None:
+    """The library panics twice over one, and allocates 8 GB for the other: neither can be caught."""
+    before, after, message = FATAL[case]
+    path = changed(tmp_path, "llama3")
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["continuing_subword_prefix"] = tokenizer["normalizer"] = None
+    text = json.dumps(tokenizer)
+    assert before in text
+    (path / "tokenizer.json").write_text(text.replace(before, after, 1), encoding="utf-8")
+    with pytest.raises(ModelError, match=message):
+        tokenizer_from_directory(path)
+
+
+def test_a_token_may_have_the_name_of_a_field(tmp_path: Path) -> None:
+    path = changed(tmp_path, "llama3")
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][-1], "content": "continuing_subword_prefix"}
+    )
+    tokenizer["added_tokens"][-1]["id"] = (
+        len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"]) - 1
+    )
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert tokenizer_from_directory(path).id_of("continuing_subword_prefix") is not None
+
+
 def test_a_decoder_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = changed(tmp_path, "llama2")
     tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))

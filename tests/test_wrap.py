@@ -13,6 +13,7 @@ from xinfer_vk.cli.wrap import WordWrapper, wrap
 from xinfer_vk.text.thinking import Piece
 
 PROSE = "The sky is blue because of a process called Rayleigh scattering.\n\n  - a list,  with two spaces\n"
+WIDE = "天空は青い。光が散乱するから、青く見える。 and words 中文字符"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

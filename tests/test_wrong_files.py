@@ -96,7 +96,9 @@ def test_named_templates_without_a_usual_one_leave_raw_prompts(model: Path) -> N
     (model / "chat_template.jinja").unlink(missing_ok=True)
     with LLM(model, device="numpy") as llm:
         assert llm.generate("hello", raw=True, max_new_tokens=1).token_ids
-        with pytest.raises(ModelError, match="templates 'rag, tool_use', none is named 'default': use --raw"):
+        with pytest.raises(
+            ModelError, match="templates 'rag, tool_use', none is named 'default': use raw=True"
+        ):
             llm.generate("hello")
     found = inspect_model(model)
     assert not found.unsupported and any("none is named 'default'" in note for note in found.notes)

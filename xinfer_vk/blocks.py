@@ -148,7 +148,7 @@ class BlockPool:
             self.forget(block)
 
     def find(self, root: bytes, tokens: Sequence[int], most: int) -> Hit:
-        """The longest beginning of ``tokens`` in the cache, ``most`` tokens at most; its blocks are shared."""
+        """The longest beginning of ``tokens`` that is cached, ``most`` at most; its blocks are shared."""
         blocks, keys, parent = [], [], root
         for at in range(0, most - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             piece = tuple(tokens[at : at + BLOCK_TOKENS])
@@ -301,8 +301,8 @@ class Sequences:
             sequence.keys.append(key)
 
     def finish(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
-        """Close a sequence whose tokens are ``tokens``; what it holds of them can be found, even the last block,
-        which is not full."""
+        """Close a sequence whose tokens are ``tokens``. What it holds of them can be found, even the last
+        block, which is not full."""
         sequence.length = min(sequence.length, len(tokens))
         self.note(sequence, tokens)
         full, left = divmod(sequence.length, BLOCK_TOKENS)

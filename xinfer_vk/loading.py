@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from xinfer_vk.engine.config import EngineConfig
 from xinfer_vk.engine.tune import tune
-from xinfer_vk.errors import ModelError, UsageError
+from xinfer_vk.errors import ModelError, UsageError, setting
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.decoder import DecoderWeights, matrices
@@ -132,7 +132,8 @@ def check_int8(weights: DecoderWeights, experts: bool) -> tuple[str, ...]:
     if len(exact) == len(formats):
         raise UsageError(
             f"activations in int8 need weights in {', '.join(A8_FORMATS)}; this model's are in "
-            f"{', '.join(exact)}: leave --activations out, or --quantize a model in 16 or 32 bits to q8_0"
+            f"{', '.join(exact)}: leave {setting('activations')} out, or use "
+            f"{setting('quantize', 'q8_0')} with a model in 16 or 32 bits"
         )
     notes = [f"activations stay exact where weights are in {', '.join(exact)}"] if exact else []
     return (*notes, "activations of experts stay exact") if experts else tuple(notes)

@@ -14,7 +14,8 @@ from xinfer_vk.cli.debug import debug_option, wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, unwind_when_ended
 from xinfer_vk.cli.mistakes import Group, show_mistake
 from xinfer_vk.cli.output import ReaderGone, guard_streams, tell
-from xinfer_vk.errors import XinferError
+from xinfer_vk.errors import XinferError, shell_words
+from xinfer_vk.limits import is_out_of_memory, out_of_memory
 
 COMMANDS = {
     "generate": "Generate text from a prompt.",
@@ -65,7 +66,8 @@ def run(args: Sequence[str]) -> int:
     guard_streams()
     unwind_when_ended()
     try:
-        code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
+        with shell_words():
+            code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
@@ -83,6 +85,11 @@ def run(args: Sequence[str]) -> int:
     except Exception as error:
         if wants_traceback():
             raise
+        if is_out_of_memory(error):
+            click.echo(
+                f"error: {out_of_memory(' '.join(str(error).split()) or type(error).__name__)}", err=True
+            )
+            return 1
         text = " ".join(str(error).split()) or "no message"
         tell(f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)")
         return 1

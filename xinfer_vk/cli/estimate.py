@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xinfer_vk.cli.completion import complete_model, complete_shape
+from xinfer_vk.cli.estimate_bar import legend, save_estimate_plot, text_bar
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES
 from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.plots import check_plot, plot_title
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, UsageError
 
@@ -33,10 +35,10 @@ DEFAULT_CONTEXT = 4096
     "--context",
     "-c",
     type=click.IntRange(min=1),
-    help=f"Tokens of a sequence. [default: {DEFAULT_CONTEXT}, or all the model was made for if less]",
+    help=f"Tokens per sequence. [default: {DEFAULT_CONTEXT}, or the model's context if that is less]",
 )
 @click.option(
-    "--batch", "-b", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once."
+    "--batch", "-b", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per batch."
 )
 @click.option(
     "--kv-dtype",
@@ -45,9 +47,10 @@ DEFAULT_CONTEXT = 4096
     show_default=True,
     help="Number format of the KV cache.",
 )
-@click.option("--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate.")
+@click.option("--quantize", type=click.Choice(QUANTIZE_TYPES), help="As in generate.")
 @ACTIVATIONS_OPTION
-@click.option("--device", "-d", help="Only this one: an index or a part of its name. [default: all]")
+@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: all devices]")
+@click.option("--plot", type=click.Path(), metavar="FILE.png", help="Plot the memory as bars.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     model: str | None,
@@ -58,12 +61,13 @@ def command(
     quantize: str | None,
     activations: Activations,
     device: str | None,
+    plot: str | None,
     as_json: bool,
 ) -> None:
-    """Tell what MODEL, or a known shape, needs of a device's memory: weights, KV cache, activations; on which
-    of this machine's devices it fits, and with how long a context.
+    """Estimate how much device memory MODEL, or a known shape, needs for weights, KV cache and activations,
+    which devices of this machine it fits on, and the longest context that fits.
 
-    Nothing is loaded or allocated; what is told is what would be.
+    Nothing is loaded or allocated; the figures are exactly what a run would allocate.
     """
     from xinfer_vk.engine.config import DEFAULT_MODEL, EngineConfig
     from xinfer_vk.engine.estimate import Estimator, fit, shape_source
@@ -72,6 +76,8 @@ def command(
     from xinfer_vk.reference import NUMPY_PROFILE
     from xinfer_vk.vulkan.devices import choose_device, list_devices
 
+    if plot is not None:
+        check_plot(plot)
     if (model is None) == (shape is None):
         raise UsageError("give a model, or a known one with --shape NAME (--shape list prints them)")
     if shape == "list":
@@ -109,6 +115,15 @@ def command(
         say_json(_record(source, profile.name, asked, figures, fits))
     else:
         _print(source, profile.name, asked, figures, fits)
+    if plot is not None:
+        save_estimate_plot(plot, _plot_title(source, profile.name, asked, fits), figures, fits)
+        click.echo(f"plot: {plot}", err=True)
+
+
+def _plot_title(source: ModelSource, device: str, asked: dict[str, Any], fits: list[Fit]) -> str:
+    quantized = f" in {asked['quantize']}" if asked["quantize"] else ""
+    named = plot_title([source.name + quantized], [f.device.name for f in fits] or [device])
+    return f"{named}: {asked['batch']} × {asked['context']} tokens"
 
 
 def _record(
@@ -155,7 +170,7 @@ def _print(
         ("KV cache", f.kv_bytes, formula),
         ("activations", f.activation_bytes, ""),
         ("staging", f.staging_bytes, " for uploads"),
-        ("total", f.total_bytes, f", and {format_bytes(f.sampler_bytes)} once tokens are sampled"),
+        ("total", f.total_bytes, f", plus {format_bytes(f.sampler_bytes)} when sampling"),
     ):
         if count:
             say(f"  {name:<12} {format_bytes(count):>9}{more}")
@@ -170,5 +185,9 @@ def _print(
         say(f"  {c.kv_heads} KV heads for {c.heads} query heads (GQA) save {saved} of {full} of full heads")
     for one in fits:
         verdict = "fits" if one.fits else "does not fit"
-        most = f"up to {one.largest_context} tokens do" if one.largest_context else "no context does"
-        say(f"  {one.device.name}: {verdict}, {most} ({format_bytes(one.free_bytes)} free)")
+        most = f"longest context {one.largest_context} tokens" if one.largest_context else "no context fits"
+        say(f"  {one.device.name}: {verdict}; {most} ({format_bytes(one.free_bytes)} free)")
+        say(f"  {text_bar(f, one.free_bytes)}")
+    if not fits:
+        say(f"  {text_bar(f, None)}")
+    say(f"  {legend()}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import click
-from click.exceptions import NoArgsIsHelpError
 
 from xinfer_vk.names import did_you_mean
 
+HELP_WANTED: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2
 RANGE = re.compile(r"(\S+) is not in the range (.*?)\.?$")
 BOUND = re.compile(r"x(>=|<=|>|<)(\S+)")
 WORDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
@@ -30,7 +31,7 @@ class Group(click.Group):
 
 def show_mistake(error: click.ClickException) -> None:
     """Print click's complaint as one ``error:`` line on standard error; no command at all prints its help."""
-    if isinstance(error, NoArgsIsHelpError):
+    if isinstance(error, HELP_WANTED):
         error.show()
     else:
         click.echo(f"error: {one_line(error)}", err=True)

@@ -89,7 +89,7 @@ OPTIONS = [
     click.option("--penalty-window", type=int, help="Tokens that penalties look back over. [default: all]"),
     click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Add to a token's logit."),
     click.option("--seed", type=int, help="The same seed gives the same tokens. [default: a new one]"),
-    click.option("--stop", multiple=True, help="End before this text. May be repeated."),
+    click.option("--stop", multiple=True, help="End before this text or special token. May be repeated."),
     click.option("--stop-token-id", type=int, multiple=True, help="End at this token. May be repeated."),
     click.option("--min-new-tokens", type=int, help="No end of sequence before. [default: 0]"),
     click.option("--bad-word", multiple=True, help="Text that must not appear. May be repeated."),

@@ -121,6 +121,7 @@ class BatchProgress:
 
     def __init__(self, total: int, enabled: bool = True) -> None:
         self.total, self.done, self.tokens, self.stage = total, 0, 0, ""
+        self.compile_s = 0.0  # of the time so far, which counts in no rate
         self._began = time.monotonic()
         self._bar: RichProgress | None = None
         if enabled:
@@ -144,7 +145,9 @@ class BatchProgress:
                 self._task,
                 completed=self.done,
                 description=self.stage or "generating",
-                speed=batch_speed(self.tokens, self.done, self.total, time.monotonic() - self._began),
+                speed=batch_speed(
+                    self.tokens, self.done, self.total, time.monotonic() - self._began - self.compile_s
+                ),
             )
 
     @contextlib.contextmanager

@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a step: the ``tokens`` it computes (the budget), ``requests`` that run, ``outputs`` that are read."""
+    """Of a step: ``tokens`` computed (the budget), ``requests`` that run, ``outputs`` that are read."""
 
     tokens: int
     requests: int

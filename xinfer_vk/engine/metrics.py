@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(repr=False)
 class Metrics:
     """Times in seconds; the device is synchronised at every token."""
 
@@ -32,6 +32,9 @@ class Metrics:
     weight_bytes: int = 0
     peak_host_bytes: int = 0
     device_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"<Metrics {self.timing_line()}>"
 
     @property
     def decode_tokens(self) -> int:

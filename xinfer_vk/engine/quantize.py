@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.text.gguf_export import tokenizer_metadata
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_export import exported_config, exported_tensors
@@ -121,7 +121,7 @@ def _refuse_formats(tensors: Iterable[TensorInfo], name: str) -> None:
         if tensor.fmt not in FORMATS:
             raise UsageError(
                 f"{name} has tensors in {tensor.fmt} (GPTQ or AWQ), which GGUF files cannot hold: "
-                "--allow-requantize converts them"
+                f"{setting('allow_requantize')} converts them"
             )
 
 

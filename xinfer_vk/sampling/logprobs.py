@@ -9,8 +9,9 @@ float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,31 @@ from xinfer_vk.kernels.sample_math import WEIGHT_BITS, Scale
 @dataclass(frozen=True)
 class TokenLogprobs:
     """``logprob`` of ``token``, whose ``rank`` is 1 if it is the most likely; ``top``: (token, logprob) of
-    the most likely ones, in falling order."""
+    the most likely ones, in falling order. ``text`` and ``top_texts`` are the texts of ``token`` and of
+    those in ``top``; bytes that are no whole character are shown as U+FFFD."""
 
     token: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
+    text: str = field(default="", compare=False)
+    top_texts: tuple[str, ...] = field(default=(), compare=False)
+
+    def with_texts(self, text_of: Callable[[int], str]) -> TokenLogprobs:
+        """The same with the texts of its tokens."""
+        texts = tuple(text_of(token) for token, _ in self.top)
+        return replace(self, text=text_of(self.token), top_texts=texts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """``{"token_id", "token", "logprob", "rank", "top": [{"token_id", "token", "logprob"}, …]}``"""
+        top = zip(self.top, self.top_texts or ("",) * len(self.top))
+        return {
+            "token_id": self.token,
+            "token": self.text,
+            "logprob": self.logprob,
+            "rank": self.rank,
+            "top": [{"token_id": t, "token": text, "logprob": value} for (t, value), text in top],
+        }
 
 
 def logprobs_of(logits: np.ndarray, token: int, count: int) -> TokenLogprobs:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xinfer_vk.errors import ModelError, UsageError
+from xinfer_vk.errors import ModelError, UsageError, setting
 from xinfer_vk.fields import parse_json, quoted
 from xinfer_vk.text.origin import MODEL, TEMPLATE, UNKNOWN, USER, origin_of, traced
 from xinfer_vk.text.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ def encode_chat(
     if template.fallback and any(tokenizer.id_of(text) is None for text in QWEN_MARKUP):
         raise UsageError(
             f"{template.where}: the model has no chat template, and its vocabulary has no {QWEN_MARKUP[0]}: "
-            "use --raw, or an instruct model"
+            f"use {setting('raw', True)}, or an instruct model"
         )
     text = template._render(messages, add_generation_prompt, variables)
     origin = origin_of(text)
@@ -269,7 +269,8 @@ def _default_of(value: Any, where: str) -> str | None:
     if "default" not in named and len(named) > 1:
         names = quoted(", ".join(named))
         raise _NoDefault(
-            f"{where}: chat_template has the templates {names}, none is named 'default': use --raw"
+            f"{where}: chat_template has the templates {names}, none is named 'default': "
+            f"use {setting('raw', True)}"
         )
     return named.get("default", next(iter(named.values()), None))
 

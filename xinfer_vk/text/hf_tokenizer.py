@@ -16,6 +16,7 @@ from xinfer_vk.fields import Fields, parse_json, quoted
 from xinfer_vk.text.guard import guarded
 from xinfer_vk.text.pieces import pieces_of
 from xinfer_vk.text.tokenizer import Tokenizer
+from xinfer_vk.text.tokenizer_file import refuse_fatal_fields
 from xinfer_vk.weights.mapped import read_small_file
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -37,6 +38,7 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
 
     where = str(file)
     data = read_small_file(file, MAX_TOKENIZER_BYTES)
+    refuse_fatal_fields(data, where)
     backend = guarded(where, "not a tokenizer", Backend.from_buffer, data)
     backend.no_truncation()
     backend.no_padding()

@@ -42,6 +42,10 @@ class StreamDecoder:
             data = data.removeprefix(b" ")
         return self._utf8.decode(data)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; U+FFFD for what is no whole character."""
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
     def finish(self) -> str:
         """What is left at the end: one U+FFFD if the text stopped inside a character, else nothing."""
         return self._utf8.decode(b"", final=True)

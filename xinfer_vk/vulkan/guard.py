@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 from xinfer_vk.vulkan.layer import DeviceLayer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def in_turn(method: F) -> F:
+    """Hold the device's lock during a method. One thread at a time uses kp and the layer, which keeps notes
+    for the next dispatch, pipeline or buffer of a device."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *arguments: Any, **named: Any) -> Any:
+        with self.turns:
+            return method(self, *arguments, **named)
+
+    return locked  # type: ignore[return-value]
 
 
 class Process:
@@ -43,9 +59,10 @@ class Guard:
     """Wraps every call into ``kp`` for one device. kp ignores most of Vulkan's results and throws
     nondescript exceptions for the others; the layer, where it is active, kept the first failure."""
 
-    def __init__(self, layer: DeviceLayer | None) -> None:
+    def __init__(self, layer: DeviceLayer | None, turns: Any = None) -> None:
         self._layer = layer
         self.process = Process()
+        self.turns = turns or threading.RLock()  # the device's
         self.lost = False
 
     @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from xinfer_vk.errors import DeviceError
+from xinfer_vk.limits import COMPILE_BYTES, require_memory
 from xinfer_vk.plan import Buffer, Kernel, Step
 from xinfer_vk.vulkan.guard import Guard
 from xinfer_vk.vulkan.layer import DeviceLayer
@@ -37,8 +38,8 @@ class ShaderLibrary:
         self._code: dict[str, bytes] = {}
 
     def code(self, kernel: Kernel) -> bytes:
-        """SPIR-V of a kernel's shader. Raises :class:`DeviceError` when it was not built, its file is
-        damaged, or its bindings, push constants or specialization constants are not the kernel's."""
+        """SPIR-V of a kernel's shader. Raises :class:`DeviceError` when it was not built, when its file is
+        damaged, or when bindings, push constants or specialization constants are not the kernel's."""
         name = kernel.shader
         if name not in self._code:
             if name not in self._manifest:
@@ -138,6 +139,7 @@ class Programs:
         algorithm = self._algorithms.get(key)
         if algorithm is None:
             kernel = step.kernel
+            require_memory(COMPILE_BYTES, f"compiling {kernel.name}")
             code = self._shaders.code(kernel)
             spec = np.array([value for _, value in kernel.spec], np.uint32)
             tensors = [self._memory.bound_tensor(buffer) for buffer in _bound(step)]

@@ -20,7 +20,7 @@ import numpy as np
 from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.plan import Buffer, Plan, Step
 from xinfer_vk.vulkan.devices import DeviceInfo
-from xinfer_vk.vulkan.guard import Guard, never_let_go
+from xinfer_vk.vulkan.guard import Guard, in_turn, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.programs import Programs
@@ -184,6 +184,7 @@ class RecordedPlan:
         timed: bool,
     ) -> None:
         self.name, self.dispatches = plan.name, len(steps)
+        self.turns = guard.turns
         self.buffers: frozenset[Buffer] = frozenset(b for step in steps for b in step.buffers)
         self._doing = f"running plan {plan.name!r}"
         self._extra = len(steps) - len(plan.steps)  # copies of state that the runtime put in front
@@ -203,6 +204,7 @@ class RecordedPlan:
         self._failed = False
         self._record(recorder.ranges(steps))
 
+    @in_turn
     def run(self, stopped: Callable[[], bool] | None = None) -> bool:
         """Run every step and wait, while other Python threads run. Between two submits ``stopped`` may say
         that the others are not wanted any more; returns whether all were run.
@@ -261,6 +263,7 @@ class RecordedPlan:
         for sequence in before:
             sequence.destroy()
 
+    @in_turn
     def times_ns(self) -> np.ndarray:
         """How long each step of the plan took on the device in the last run, ``float64 [steps]``, in
         nanoseconds, the barrier before it included. Steps marked independent overlap: what is given for
@@ -286,6 +289,7 @@ class RecordedPlan:
         """In a fork: see that no destructor calls the driver."""
         never_let_go(self._sequences)
 
+    @in_turn
     def release(self, reason: str = "it was released") -> None:
         """Destroy the command buffers; harmless when done before."""
         if not self._released:
