@@ -57,8 +57,8 @@ class LLM:
 
     The arguments are the fields of :class:`~xinfer_vk.engine.config.EngineConfig`, which may also be given
     as a whole in the place of ``model``; ``n_ctx`` is another name of ``context``. ``progress`` is called
-    with (stage, done, total) during long work. A context manager: leaving it calls :meth:`close`. Several threads
-    may use it: their steps take turns.
+    with (stage, done, total) during long work. A context manager: leaving it calls :meth:`close`. Several
+    threads may use it.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
