@@ -22,6 +22,7 @@ from xinfer_vk.engine.config import (
     Tune,
 )
 from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts
+from xinfer_vk.engine.embeddings import hidden_states
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
@@ -479,6 +480,21 @@ class LLM:
             finally:
                 runner.cache.close(sequence)
         return np.concatenate(rows)
+
+    def hidden_states(self, text: str | Sequence[int]) -> np.ndarray:
+        """The last layer's hidden states of a text as it is, or of token ids, after the final norm:
+        ``float32 [tokens, hidden size]``. Raises :class:`UsageError` for an empty text and for more tokens
+        than the context holds."""
+        ids = self.tokenize(text) if isinstance(text, str) else as_ids(text)
+        self._check_ids(ids)
+        room = self.context or self.config.max_position
+        if len(ids) > room:
+            raise UsageError(f"{len(ids)} tokens are more than the context of {room}: use a shorter text")
+        with self._lock:
+            runner = self._runner_for(len(ids))
+            if not runner.cache.has_row:
+                raise UsageError(UNDER_WAY)
+            return hidden_states(runner, ids)
 
     # -- life ---------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from xinfer_vk.sampling.logprobs import TokenLogprobs
 
 T = TypeVar("T")
 Outputs = Literal["none", "last", "all"]
-Head: TypeAlias = Literal["argmax", "logits", "logprobs"] | SamplerVariant
+Head: TypeAlias = Literal["argmax", "logits", "logprobs", "hidden"] | SamplerVariant
 
 LONG_COMPILE_S = 0.5  # who waits so long for a prompt's kernels will wait for those of decoding, too
 LONG_STEP_S = 0.4  # a dispatch that takes longer is for too many tokens: drivers give up on those of seconds
@@ -165,6 +165,7 @@ class ModelRunner:
         * ``head="argmax"``: token ids, ``int64 [rows]``
         * a :class:`SamplerVariant`, from ``sampler.write_params``: sampled token ids, ``int64 [rows]``
         * ``head="logits"``: ``float32 [rows, vocabulary]``
+        * ``head="hidden"``: the final norm's rows, ``float32 [rows, hidden size]``; the head does not run
         * ``head="logprobs"``: nothing; ``sampler.read_logprobs`` has those of the rows' targets
 
         A step of many tokens may take seconds: between its submits ``stopped`` may say that it is not wanted
@@ -405,6 +406,7 @@ class ModelRunner:
             result = Ref(self._result, step * self.max_outputs)
             if step:
                 graph.advance(Ref(self._result, (step - 1) * self.max_outputs))
+            graph.ends_at_final_norm = head == "hidden"
             family(self.config.architecture).forward(graph, self.weights)
             if outputs:
                 self._add_head(graph, outputs, head, result)
@@ -427,8 +429,8 @@ class ModelRunner:
     def _finish(self, chunks: Sequence[Chunk], rows: int, head: Head) -> np.ndarray:
         if rows == 0 or head == "logprobs":
             return np.empty(0, np.int64)
-        if head == "logits":
-            logits = self._activations.logits
+        if head in ("logits", "hidden"):
+            logits = self._activations.logits if head == "logits" else self._activations.final
             words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
             self.bytes_read += words.nbytes
             out = words.view(np.float32).reshape(rows, logits.stride)

@@ -177,6 +177,7 @@ class Graph:
         self.act, self.state, self.cache, self.rope_tables = activations, state, cache, rope_tables
         self.steps: list[Step] = []
         self._product: Product | None = None  # the last one
+        self.ends_at_final_norm = False  # hidden states are wanted: no product of the head
 
     def embed(self, table: Matrix, out: Rows) -> None:
         """``out[t] = scale * table[token_id[t]]``, the beginning of the residual stream, which is kept
@@ -432,12 +433,15 @@ class Graph:
         with the config's soft cap if it has one  [R, vocabulary]"""
         logits, final, norm_eps = self.act.logits, self.act.final, self.config.residual_norm_eps
         # A plan for one row has nothing to gather: if logits are wanted, then its.
-        begun = self.tokens == 1 and self._begins_norm(x, norm, (weights,), self.outputs)
+        wants_logits = not self.ends_at_final_norm
+        begun = wants_logits and self.tokens == 1 and self._begins_norm(x, norm, (weights,), self.outputs)
         if not begun:
             self.steps += rmsnorm(
                 self.profile, x.ref, x.stride, norm, final.ref, final.stride, self.config.hidden_size,
                 norm_eps, self.outputs, self.state, gather=True,
             )  # fmt: skip
+        if not wants_logits:
+            return
         self._multiply(
             self.act.normed if begun else final, (weights,), logits, self.outputs, "outputs", "store", "head",
             norm_eps if begun else None,
