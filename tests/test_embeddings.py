@@ -53,3 +53,17 @@ def test_an_empty_text_and_a_long_one_are_one_line(tiny_model: Path) -> None:
             with pytest.raises(UsageError) as error:
                 llm.hidden_states(ids)
             assert "\n" not in str(error.value)
+
+
+def test_scores_are_the_log_softmax_of_the_logits(tiny_model: Path) -> None:
+    prompt, answers = [3 + i % 11 for i in range(40)], [[5], [9, 8, 7], [4 + i % 5 for i in range(50)]]
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
+        scores = llm.score(prompt, answers)
+        for answer, found in zip(answers, scores):
+            rows = llm.logits([*prompt, *answer])[len(prompt) - 1 : -1].astype(np.float64)
+            want = [row[t] - np.log(np.exp(row).sum()) for row, t in zip(rows, answer)]
+            assert worst(np.array(found.logprobs), np.array(want)) <= TOLERANCE
+            assert found.total == sum(found.logprobs) and found.token_ids == tuple(answer)
+        for bad in ([], [[]], "text"):
+            with pytest.raises(UsageError):
+                llm.score(prompt, bad)

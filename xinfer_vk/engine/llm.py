@@ -27,6 +27,7 @@ from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
 from xinfer_vk.engine.scheduler import UNDER_WAY, Scheduler
+from xinfer_vk.engine.scoring import AnswerScore, score
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.errors import OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
@@ -495,6 +496,28 @@ class LLM:
             if not runner.cache.has_row:
                 raise UsageError(UNDER_WAY)
             return hidden_states(runner, ids)
+
+    def score(self, prompt: str | Sequence[int], answers: Sequence[str | Sequence[int]]) -> list[AnswerScore]:
+        """Log-probabilities of each answer after the prompt, in the order of ``answers``. Texts are taken as
+        they are, without the chat template. The prompt runs once for all answers. Raises :class:`UsageError`
+        for an empty prompt or answer and for more tokens than the context holds."""
+        if isinstance(answers, str) or not answers:
+            raise UsageError(f"answers is {answers!r}: give a list of at least one text or list of token ids")
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else as_ids(prompt)
+        self._check_ids(ids)
+        each = [self.tokenize(a, add_bos=False) if isinstance(a, str) else as_ids(a) for a in answers]
+        for index, answer in enumerate(each):
+            if not answer:
+                raise UsageError(f"answer {index} is empty: give at least one token")
+            self._check_ids(answer)
+        room, most = self.context or self.config.max_position, len(ids) + max(map(len, each))
+        if most > room:
+            raise UsageError(f"{most} tokens are more than the context of {room}: use shorter texts")
+        with self._lock:
+            runner = self._runner_for(most)
+            if not runner.cache.has_row:
+                raise UsageError(UNDER_WAY)
+            return score(runner, ids, each)
 
     # -- life ---------------------------------------------------------------------------------
 

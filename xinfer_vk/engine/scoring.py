@@ -1,0 +1,55 @@
+"""Log-probabilities of given answers to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xinfer_vk.cache import CachedSequence
+from xinfer_vk.engine.runner import Chunk, ModelRunner
+
+
+@dataclass(frozen=True)
+class AnswerScore:
+    """``logprobs``: natural logarithms, one for each of ``token_ids``; ``total``: their sum."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(self.logprobs)
+
+
+def score(runner: ModelRunner, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[AnswerScore]:
+    """Score each answer after the prompt, which runs once, unless rotary positions depend on the length.
+    Raises what :meth:`ModelRunner.run` raises."""
+    sequence = runner.cache.open(len(prompt) + max(map(len, answers)))
+    kept = 0 if runner.rope.by_length else len(prompt) - 1
+    scores = []
+    try:
+        for answer in answers:
+            runner.cache.truncate(sequence, min(kept, sequence.length))
+            scores.append(AnswerScore(tuple(answer), _logprobs(runner, sequence, prompt, answer)))
+    finally:
+        runner.cache.close(sequence)
+    return scores
+
+
+def _logprobs(
+    runner: ModelRunner, sequence: CachedSequence, prompt: Sequence[int], answer: Sequence[int]
+) -> tuple[float, ...]:
+    before = len(prompt) - 1
+    while sequence.length < before:
+        at = sequence.length
+        runner.run([Chunk(sequence, prompt[at : min(before, at + runner.prefill_tokens)], "none")], "logits")
+    inputs, found = [prompt[-1], *answer[:-1]], []
+    for at in range(0, len(inputs), runner.max_outputs):
+        part = inputs[at : at + runner.max_outputs]
+        logits = runner.run([Chunk(sequence, part, "all")], "logits").astype(np.float64)
+        logits -= logits.max(axis=1, keepdims=True)
+        chosen = logits[np.arange(len(part)), answer[at : at + len(part)]]
+        found += (chosen - np.log(np.exp(logits).sum(axis=1))).tolist()
+    return tuple(found)
