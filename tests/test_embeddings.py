@@ -67,3 +67,14 @@ def test_scores_are_the_log_softmax_of_the_logits(tiny_model: Path) -> None:
         for bad in ([], [[]], "text"):
             with pytest.raises(UsageError):
                 llm.score(prompt, bad)
+
+
+def test_no_product_of_the_head_runs_for_hidden_states() -> None:
+    token_ids, _ = reference_of("llama-dynamic")
+    model = Loaded(NumpyRuntime(), FOLDER / "llama-dynamic")
+    model.logits(token_ids[:32], None)
+    with_head = model.runner.last_plan
+    hidden_states(model.runner, token_ids[:32])
+    without = model.runner.last_plan
+    assert with_head is not None and without is not None
+    assert len(without.steps) < len(with_head.steps)
