@@ -152,6 +152,7 @@ def _chat_template(source: ModelSource) -> dict[str, Any]:
     template = ChatTemplate.from_source(source)
     if template.fallback:
         return {"present": False}
+    template.check()
     return {
         "present": True,
         "characters": len(template.text),
