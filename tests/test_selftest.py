@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from xinfer_vk.cli.selftest import as_record, choose_cases, command
+from xinfer_vk.cli.selftest import allowed, as_record, choose_cases, command, one_of_each_kind
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
 from xinfer_vk.plan import BufferKind
@@ -137,6 +137,26 @@ def test_filter_chooses_by_part_of_the_name():
     with pytest.raises(UsageError, match=r"'nothing'.*attention"):
         choose_cases("nothing", False)
     assert len(choose_cases(None, True)) > len(choose_cases(None, False))
+
+
+def test_the_default_has_each_kernel_and_each_format_once():
+    quick = [case for case in all_cases() if case.quick]
+    chosen = one_of_each_kind(quick)
+    assert len(chosen) < 0.7 * len(quick)
+    assert {case.kernel for case in chosen} == {case.kernel for case in quick}
+    for fmt in FORMATS:
+        assert sum(str(case).startswith(f"linear: {fmt},") for case in chosen) == 1
+
+
+def test_the_table_shows_the_bound_that_was_applied(numpy_runtime):
+    def build(bench):
+        value = 1000.01 if bench.runtime is numpy_runtime else 1000.0
+        return bench.filled("x", np.array([1.0, value], np.float32)) and []
+
+    finding = compare_with_oracles(numpy_runtime, build, Tolerance(1e-3, 1e-3, "for this test"))
+    assert finding.problem == "" and 0.009 < finding.error < 0.011
+    assert finding.bound == pytest.approx(1e-3 + 1.0)
+    assert allowed(fine("x"), finding.bound) == "1.0e+00"
 
 
 def test_command_prints_a_table_and_exits_0(device):
