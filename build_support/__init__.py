@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,15 +22,27 @@ class BuildError(Exception):
     """The build cannot go on; the message names what is missing or wrong, and the remedy."""
 
 
-# What the C and C++ parts need from the system: the packages of Debian/Ubuntu, Fedora and Arch.
+# What the C and C++ parts need from the system: the packages of Debian/Ubuntu, Fedora, Arch and Homebrew.
+_VULKAN_HEADERS = ("libvulkan-dev", "vulkan-headers", "vulkan-headers")
+_MANAGERS = {
+    "Debian, Ubuntu:": "sudo apt-get install",
+    "Fedora:": "sudo dnf install",
+    "Arch:": "sudo pacman -S",
+    "macOS:": "brew install",
+}
 _NEEDS = {
-    "g++ (a C++ compiler)": ("g++", "gcc-c++", "gcc"),
-    "gcc (a C compiler)": ("gcc", "gcc", "gcc"),
-    "Python.h (the headers of this Python)": ("python3-dev", "python3-devel", "python"),
-    "vulkan/vulkan.hpp (the Vulkan headers)": ("libvulkan-dev", "vulkan-headers", "vulkan-headers"),
-    "vulkan/vk_layer.h (the Vulkan headers)": ("libvulkan-dev", "vulkan-headers", "vulkan-headers"),
-    "libvulkan.so (the Vulkan loader)": ("libvulkan-dev", "vulkan-loader-devel", "vulkan-icd-loader"),
-    "fmt/format.h (the {fmt} headers)": ("libfmt-dev", "fmt-devel", "fmt"),
+    "g++ (a C++ compiler)": ("g++", "gcc-c++", "gcc", "gcc"),
+    "gcc (a C compiler)": ("gcc", "gcc", "gcc", "gcc"),
+    "Python.h (the headers of this Python)": ("python3-dev", "python3-devel", "python", "python"),
+    "vulkan/vulkan.hpp (the Vulkan headers)": (*_VULKAN_HEADERS, "vulkan-headers"),
+    "vulkan/vk_layer.h (the Vulkan headers)": (*_VULKAN_HEADERS, "vulkan-headers"),
+    "libvulkan.so (the Vulkan loader)": (
+        "libvulkan-dev",
+        "vulkan-loader-devel",
+        "vulkan-icd-loader",
+        "vulkan-loader",
+    ),
+    "fmt/format.h (the {fmt} headers)": ("libfmt-dev", "fmt-devel", "fmt", "fmt"),
 }
 _HEADERS = {
     "Python.h": "Python.h (the headers of this Python)",
@@ -42,9 +55,10 @@ _HEADERS = {
 def missing(what: str, needs: Sequence[str]) -> BuildError:
     """An error that names every missing thing and how each large distribution calls it."""
     lines = [f"{what} needs, and this system lacks: " + ", ".join(needs)]
-    for i, command in enumerate(("apt-get install", "dnf install", "pacman -S")):
+    for i, (system, command) in enumerate(_MANAGERS.items()):
         packages = dict.fromkeys(_NEEDS[need][i] for need in needs)  # in order, once each
-        lines.append(f"  {('Debian, Ubuntu:', 'Fedora:', 'Arch:')[i]:16}sudo {command} {' '.join(packages)}")
+        if (system == "macOS:") == (sys.platform == "darwin"):
+            lines.append(f"  {system:16}{command} {' '.join(packages)}")
     return BuildError("\n".join(lines))
 
 
@@ -82,7 +96,8 @@ def lacking(
 
 def jobs() -> int:
     """Compilers to run side by side: one per core this process may use."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(8, cores))
 
 
 @contextmanager
@@ -96,7 +111,8 @@ def replacing(target: Path) -> Iterator[Path]:
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod((0o777 if target.suffix == ".so" else 0o666) & ~umask)  # mkstemp made it private
+        library = target.suffix in (".so", ".dylib")
+        temporary.chmod((0o777 if library else 0o666) & ~umask)  # mkstemp made it private
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -3,7 +3,8 @@
 Kompute 0.9.0 is published as source only, and its own build asks for a CMake set-up, environment
 variables and numpy < 2 that `pip install` cannot express. It is eleven C++ files; so they are compiled
 here, directly, with what the package needs of them: no logging, no Khronos validation layer that
-switches itself on, pybind11 2.13.6 (2.10 gives silently wrong results with numpy 2).
+switches itself on, pybind11 2.13.6 (2.10 gives silently wrong results with numpy 2). Two lines of its
+binding are changed first (:data:`PATCHES`).
 
 A built module is kept in the user's cache directory, so that a second environment takes seconds.
 
@@ -39,6 +40,7 @@ ARCHIVE = f"kp-{VERSION}.tar.gz"
 SHA256 = "98e583dc6e9731ff6d7a3e3317817e4d93f7b2945929619e29a56325db279949"
 PYBIND11 = "2.13.6"  # the version this was proven with
 FOLDER = ROOT / "xinfer_vk" / "vulkan" / "_kompute"
+PORTABILITY = ROOT / "build_support" / "portability.hpp"
 WHAT = f"Building Kompute {VERSION}"
 
 FLAGS = (
@@ -54,7 +56,29 @@ FLAGS = (
     "-DKOMPUTE_DISABLE_VK_DEBUG_LAYERS=1",
     f'-DVERSION_INFO="{VERSION}"',
 )
-LINK_FLAGS = ("-shared", "-s", "-Wl,--as-needed", "-Wl,-O1")
+LINK_FLAGS = (
+    ("-bundle", "-undefined", "dynamic_lookup")  # what Python loads on macOS
+    if sys.platform == "darwin"
+    else ("-shared", "-s", "-Wl,--as-needed", "-Wl,-O1")
+)
+
+_RELEASE_GIL = ",\n        py::call_guard<py::gil_scoped_release>()"
+_EVAL = "[](kp::Sequence& self) { return self.eval(); }"
+_EVAL_ASYNC = '"eval_async",\n        '
+_AWAIT = "[](kp::Sequence& self) { return self.evalAwait(); }"
+
+# (file, text, text to put in its place). Each text stands in the file once: the archive's hash pins it.
+PATCHES = (
+    # While the device works, other Python threads run. Safe: with logging off, nothing in there is Python.
+    ("python/src/main.cpp", f'"eval",\n        {_EVAL}', f'"eval",\n        {_EVAL}{_RELEASE_GIL}'),
+    ("python/src/main.cpp", _AWAIT, _AWAIT + _RELEASE_GIL),
+    # The binding of eval_async calls eval, which waits for the device.
+    (
+        "python/src/main.cpp",
+        _EVAL_ASYNC + _EVAL,
+        _EVAL_ASYNC + _EVAL.replace("eval()", "evalAsync()") + _RELEASE_GIL,
+    ),
+)
 
 # A module that cannot be imported must never be installed. kp imports numpy, which a build environment
 # need not have: an empty stand-in will do for that, since it is used only when tensors are made.
@@ -162,7 +186,9 @@ def cache_key(compiler: Sequence[str]) -> str:
     done = subprocess.run([*compiler, "-dumpversion"], capture_output=True, text=True)
     version = done.stdout.strip().split(".")[0] or "unknown"
     libc = "-".join(filter(None, platform.libc_ver())) or "libc"
-    recipe = hashlib.sha256("\n".join([SHA256, PYBIND11, *FLAGS, *LINK_FLAGS]).encode()).hexdigest()
+    patches = [text for patch in PATCHES for text in patch]
+    parts = [SHA256, PYBIND11, *FLAGS, *LINK_FLAGS, *patches, PORTABILITY.read_text(encoding="utf-8")]
+    recipe = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     soabi = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     return f"kp-{VERSION}-{soabi}-{libc}-{Path(compiler[0]).name}{version}-{recipe[:8]}"
 
@@ -215,7 +241,14 @@ def _unpack(archive: Path, work: Path) -> Path:
             tar.extractall(work, filter="data")
         else:
             tar.extractall(work)
-    return work / f"kp-{VERSION}"
+    source = work / f"kp-{VERSION}"
+    for name, text, instead in PATCHES:
+        file = source / name
+        contents = file.read_text(encoding="utf-8")
+        if contents.count(text) != 1:
+            raise BuildError(f"{WHAT}: {name} holds {contents.count(text)} times, not once: {text!r}")
+        file.write_text(contents.replace(text, instead), encoding="utf-8")
+    return source
 
 
 def _compile(compiler: Sequence[str], source: Path, work: Path) -> Path:
@@ -225,7 +258,7 @@ def _compile(compiler: Sequence[str], source: Path, work: Path) -> Path:
     for name in ("ShaderOpMult", "ShaderLogisticRegression"):  # headers that Kompute ships ready, under .in
         shutil.copyfile(source / "src" / "shaders" / "glsl" / f"{name}.hpp.in", include / f"{name}.hpp")
     folders = [source / "src" / "include", include, _pybind11_include(), sysconfig.get_path("include")]
-    flags = [*FLAGS, *(f"-I{folder}" for folder in folders)]
+    flags = [*FLAGS, "-include", str(PORTABILITY), *(f"-I{folder}" for folder in folders)]
     # Two halves of equal weight. Reading vulkan.hpp is most of the work, and the library's files together
     # read it once: 22 s of CPU time in all, against 54 s for each file apart.
     library = work / "kompute.cpp"

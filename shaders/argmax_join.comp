@@ -1,5 +1,6 @@
 // Last stage of argmax: a workgroup a row joins the (value, index) pairs of its slices. The result is the
-// index of the largest value, the lowest among equals, or 0xFFFFFFFF if the row has a NaN.
+// index of the largest value, the lowest among equals; 0xFFFFFFFF if the row has a NaN or +infinity,
+// 0xFFFFFFFE if it has nothing above -infinity.
 //
 // Bytes: 8 a slice, of which the epilogue of a product leaves one for every four rows (38,000 for 152,000
 // tokens, 300 KB). A single workgroup reads them, so latency bounds it: as many lanes as a workgroup can have,
@@ -42,5 +43,7 @@ void main() {
         if (lane < width && comes_before(best[lane + width], best[lane])) best[lane] = best[lane + width];
         barrier();
     }
-    if (lane == 0u) result[p.result_offset + row] = best[0].x == NAN_KEY ? 0xFFFFFFFFu : best[0].y;
+    if (lane != 0u) return;
+    const uint key = best[0].x;
+    result[p.result_offset + row] = key == NAN_KEY ? 0xFFFFFFFFu : key <= MINUS_INFINITY_KEY ? 0xFFFFFFFEu : best[0].y;
 }

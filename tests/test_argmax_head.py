@@ -130,12 +130,14 @@ def test_the_token_is_that_of_the_logits(way: str, runtime: Any) -> None:
         head.free()
 
 
-def test_one_logit_that_is_nan_is_found_wherever_it_is(runtime: Any) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_logit_that_is_nan_or_infinite_is_found_wherever_it_is(runtime: Any, value: float) -> None:
     x = np.zeros((1, COLS), np.float32)
+    x[0, 9] = 1.0
     for simd in (runtime.profile.simd, False):
         for row in (0, 3, 68, 69):
             w = columns_of_every_kind(70)
-            w[row, 9] = np.nan
+            w[row, 9] = value
             head = Head(runtime, w)
             assert head.choose(replace(runtime.profile, simd=simd), x, 1) == [NAN_RESULT]
             head.free()

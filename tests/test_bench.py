@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,12 @@ import pytest
 from cli_helpers import assert_one_error, xinfer
 
 from xinfer_vk.cli.app import run
-from xinfer_vk.cli.bench_plot import lines
+from xinfer_vk.cli.bench_against import other_side, ratios, this_side
+from xinfer_vk.cli.bench_plot import draw_batch, draw_context, lines, tokens_and_batch
 from xinfer_vk.cli.bench_report import FORMATS as OUTPUTS
-from xinfer_vk.cli.bench_report import as_csv, as_markdown, as_record, fitted_table, markdown_table
+from xinfer_vk.cli.bench_report import Report, as_csv, as_markdown, as_record, fitted_table, markdown_table
 from xinfer_vk.cli.output import OutputError, ReaderGone
+from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.engine.bench import Bench, Peak, Workload, load_subject, measure_peak
 from xinfer_vk.engine.costs import Batch, plan_cost
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError
@@ -72,6 +75,12 @@ def test_there_are_random_weights_in_every_format():
     assert set(PATTERNS) == set(FORMATS)
 
 
+def test_there_is_a_shape_of_every_family():
+    from xinfer_vk.models.registry import FAMILIES
+
+    assert {shapes.shape_config(name)[0].architecture for name in shapes.SHAPES} == set(FAMILIES)
+
+
 def test_every_shape_is_a_model_that_we_run():
     for name in shapes.SHAPES:
         config, _ = shapes.shape_config(name)
@@ -102,6 +111,17 @@ def test_every_shape_is_a_model_that_we_run():
         ("qwen2.5-32b", "f16", 32.76),
         ("qwen3-1.7b", "f16", 1.721),
         ("qwen3-4b", "f16", 4.022),
+        ("gemma-2-2b", "f16", 2.614),
+        ("gemma-2-9b", "f16", 9.242),
+        ("gemma-2-27b", "f16", 27.23),
+        ("granite-3.3-2b", "f16", 2.534),
+        ("granite-3.3-8b", "f16", 8.171),
+        ("olmo-2-1b", "f16", 1.485),
+        ("olmo-2-7b", "f16", 7.299),
+        ("olmo-2-13b", "f16", 13.72),
+        ("phi-3-mini", "f16", 3.821),
+        ("phi-4", "f16", 14.66),
+        ("smollm3-3b", "f16", 3.075),
     ],
 )
 def test_a_synthetic_model_has_as_many_weights_as_the_real_one(shape, fmt, billions):
@@ -243,16 +263,16 @@ def bench(capsys, *arguments):
 
 
 def test_activations_in_8_bits_are_a_model_of_their_own(capsys, tiny):
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--activations", "int8", "-o", "jsonl")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--activations", "int8", "-o", "jsonl")
     assert code == 0
     row = json.loads(out.splitlines()[0])
     assert row["activations"] == "int8" and row["model"] == "tiny:q8_0, int8 activations"
-    code, _, err = bench(capsys, "-s", "tiny:f16", *SHORT, "--activations", "int8")
+    code, _, err = bench(capsys, "--synthetic", "tiny:f16", *SHORT, "--activations", "int8")
     assert code == 2 and "this model's are in f16" in err
 
 
 def test_rows_carry_what_makes_them_comparable(capsys, tiny):
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "-q", "--profile")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json", "-q", "--profile")
     assert code == 0
     rows = json.loads(out)
     assert [r["test"] for r in rows] == ["pp2", "tg1"]
@@ -275,14 +295,19 @@ def test_rows_carry_what_makes_them_comparable(capsys, tiny):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-s", "qwen2.5-0.5b"], ["SHAPE:FORMAT", "q4_0"]),
-        (["-s", "gpt-9:q4_0"], ["gpt-9", "qwen2.5-0.5b"]),
-        (["-s", "smollm2-135m:f16", "-p", "9000"], ["8192", "-p"]),
+        (["--synthetic", "qwen2.5-0.5b"], ["SHAPE:FORMAT", "q4_0"]),
+        (["--synthetic", "gpt-9:q4_0"], ["gpt-9", "qwen2.5-0.5b"]),
+        (["--synthetic", "qwen2.5-0.6b:q4_0"], ["did you mean qwen2.5-0.5b"]),
+        (["--synthetic", "smollm2-135m:f16", "-p", "9000"], ["8192", "-p"]),
         (["-p", "0", "-n", "0"], ["-p", "-n"]),
         (["-b", "0"], ["-b 0"]),
-        (["-s", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
+        (["-m", "x", "--against", "y", "--profile"], ["--against", "--profile"]),
+        (["--synthetic", "smollm2-135m:f16", "-b", "33"], ["33", "32"]),
         (["--plot", "/dev/null/x"], ["/dev/null/x"]),
-        (["-s", "smollm2-135m:f16", "--quantize", "q8_0"], ["--quantize q8_0", "-s smollm2-135m:q8_0"]),
+        (
+            ["--synthetic", "smollm2-135m:f16", "--quantize", "q8_0"],
+            ["--quantize q8_0", "--synthetic smollm2-135m:q8_0"],
+        ),
         (["compare", "/nowhere.json", "/nowhere.json"], ["/nowhere.json"]),
         (["compare", __file__, __file__], ["no results of bench"]),
     ],
@@ -298,7 +323,7 @@ def test_every_kv_format_is_a_row_and_reads_its_own_bytes(capsys, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", {**TINY, "head_dim": 32})
     kinds = ("--kv-dtype", "f32", "--kv-dtype", "f16", "--kv-dtype", "q8_0")
     arguments = ("-p", "0", "-n", "1", "-d", "31", "-r", "1", "--warm-up", "0", "--device", "numpy", *kinds)
-    code, out, _ = bench(capsys, "-s", "tiny:f32", *arguments, "-o", "json")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:f32", *arguments, "-o", "json")
     rows = json.loads(out)
     assert code == 0 and [row["kv_dtype"] for row in rows] == ["f32", "f16", "q8_0"]
     read = [row["read_per_step_bytes"] for row in rows]
@@ -310,7 +335,7 @@ def test_a_device_without_a_clock_gives_rows_without_profiles(capsys, tiny, monk
         raise DeviceError("it has no timestamps")
 
     monkeypatch.setattr("xinfer_vk.engine.bench.Bench.profile", refuse)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
     assert code == 0 and len(json.loads(out)) == 2
     assert "no profile of tg1: it has no timestamps" in err
 
@@ -320,14 +345,16 @@ def test_a_list_that_is_none_is_refused():
 
 
 def test_a_model_that_fails_does_not_take_the_others_along(capsys, tiny):
-    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
+    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl")
     assert code == 1 and "error: /nowhere.gguf" in err
     assert [json.loads(line)["test"] for line in out.splitlines()] == ["pp2", "tg1"]
 
 
 def test_it_is_the_same_on_the_device_that_is_the_default(capsys, tiny, monkeypatch):
     monkeypatch.setenv("XINFER_VK_DEVICE", "numpy")
-    code, out, err = bench(capsys, "-m", "/nowhere.gguf", "-s", "tiny:q8_0", *SHORT[:-2], "-o", "jsonl")
+    code, out, err = bench(
+        capsys, "-m", "/nowhere.gguf", "--synthetic", "tiny:q8_0", *SHORT[:-2], "-o", "jsonl"
+    )
     assert code == 1 and "error: /nowhere.gguf" in err and len(out.splitlines()) == 2
 
 
@@ -339,18 +366,18 @@ def test_a_device_that_cannot_be_opened_does_not_take_the_others_along(capsys, t
 
     monkeypatch.setattr("xinfer_vk.cli.bench._devices", lambda wanted: iter(("7", "numpy", "7")))
     monkeypatch.setattr("xinfer_vk.vulkan.runtime.open_runtime", open_runtime)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "jsonl")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl")
     assert code == 1 and len(out.splitlines()) == 2
     assert err == "error: device 7: it is held by another program\n"
 
 
 def test_devices_are_known_before_anything_is_measured_and_measured_once(capsys, tiny, monkeypatch):
     monkeypatch.setattr("xinfer_vk.vulkan.devices.list_devices", list)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--device", "nosuch", "-o", "jsonl")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--device", "nosuch", "-o", "jsonl")
     assert code == 2 and not out and "'nosuch'" in err
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--device", "NumPy", "-o", "jsonl")
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--device", "NumPy", "-o", "jsonl")
     assert code == 0 and len(out.splitlines()) == 2
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT[:-1], "all", "-o", "jsonl")
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT[:-1], "all", "-o", "jsonl")
     assert code == 1 and not out and "--device all: none can be used" in err
 
 
@@ -362,7 +389,7 @@ def test_what_cannot_be_printed_is_not_measured_on(capsys, tiny, monkeypatch):
         raise OutputError("cannot write to standard output: No space left on device")
 
     monkeypatch.setattr("xinfer_vk.cli.bench_report.say_json", full)
-    code, _, err = bench(capsys, "-s", "tiny:q8_0,tiny:f32", *SHORT, "-o", "jsonl")
+    code, _, err = bench(capsys, "--synthetic", "tiny:q8_0,tiny:f32", *SHORT, "-o", "jsonl")
     assert code == 1 and len(calls) == 1 and err.startswith("error: cannot write to standard output")
 
 
@@ -375,7 +402,7 @@ def test_products_are_tuned_as_they_are_made_and_the_tuner_is_heard(capsys, tiny
 
     monkeypatch.setattr("xinfer_vk.engine.bench.tune_products", tune)
     code, _, err = bench(
-        capsys, "-s", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
+        capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
     )
     assert code == 0 and asked == [("full", "int8")] and "matvec 128 is off by 2" in err
 
@@ -384,7 +411,7 @@ def test_each_model_and_kv_format_shows_its_own_memory(capsys, tiny, monkeypatch
     resets = []
     monkeypatch.setattr("xinfer_vk.engine.bench.reset_peak_host_bytes", lambda: resets.append(1))
     both = ("--kv-dtype", "f16", "--kv-dtype", "f32")
-    code, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, *both)
+    code, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, *both)
     lines = [line for line in out.splitlines() if line.startswith("tiny:q8_0: ")]
     assert code == 0 and len(resets) == 2
     assert [(" of KV cache in f16" in line, " of KV cache in f32" in line) for line in lines] == [
@@ -395,7 +422,7 @@ def test_each_model_and_kv_format_shows_its_own_memory(capsys, tiny, monkeypatch
 
 
 def test_two_cards_of_a_kind_are_two_tables(capsys, tiny):
-    _, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json")
+    _, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json")
     rows = json.loads(out)
     table = as_markdown([{**row, "device_index": i} for i in range(2) for row in rows])
     assert [line.split("|")[3].strip() for line in table.splitlines() if line.startswith("| ")].count(
@@ -405,7 +432,7 @@ def test_two_cards_of_a_kind_are_two_tables(capsys, tiny):
 
 
 def test_tables_fit_a_narrow_terminal(capsys, tiny):
-    _, out, _ = bench(capsys, "-s", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
+    _, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json", "--profile")
     rows = json.loads(out)
     assert as_markdown(rows, 400) == as_markdown(rows)
     for columns in (80, 60):
@@ -453,7 +480,7 @@ def test_rows_that_were_measured_are_kept_whatever_ends_it(
 
     monkeypatch.setattr(Bench, "measure", measure)
     arguments = (
-        "-s",
+        "--synthetic",
         "tiny:q8_0",
         *SHORT,
         "-p",
@@ -482,7 +509,7 @@ def test_plots_are_drawn_though_nobody_reads_and_hide_no_error(capsys, tiny, mon
     def gone(text, **more):
         raise ReaderGone
 
-    arguments = ("-s", "tiny:q8_0", *SHORT, "-p", "2,3", "-o", "json", "--plot", str(tmp_path))
+    arguments = ("--synthetic", "tiny:q8_0", *SHORT, "-p", "2,3", "-o", "json", "--plot", str(tmp_path))
     monkeypatch.setattr("xinfer_vk.cli.bench_report.say", gone)
     code, _, err = bench(capsys, *arguments)
     assert code == 0 and (tmp_path / "context.png").exists() and "error" not in err
@@ -508,7 +535,7 @@ def test_plots_are_drawn_though_nobody_reads_and_hide_no_error(capsys, tiny, mon
 
 def test_a_plot_folder_is_tried_before_anything_is_measured(capsys, tiny, monkeypatch, tmp_path):
     monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK)
-    code, out, err = bench(capsys, "-s", "tiny:q8_0", *SHORT, "--plot", str(tmp_path))
+    code, out, err = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "--plot", str(tmp_path))
     assert code == 2 and not out and f"'{tmp_path}' is not writable" in err
 
 
@@ -596,6 +623,127 @@ def test_compare_refuses_rows_without_rates(capsys, results, odd):
     assert code == 2 and not out and err.startswith(f"error: {b}: no results of bench") and "bug" not in err
 
 
+QUIET = {"cpu": "x, 2 cores", "copy_bytes_per_s": 1e10, "fma_flops_per_s": 5e10, "load_average": 1.0}
+SLOW = {**QUIET, "copy_bytes_per_s": 4e9, "fma_flops_per_s": 2e10}
+BUSY = {**QUIET, "load_average": 6.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "runs", "verdict"),
+    [
+        (QUIET, SLOW, (2.5, 2.6, 2.7), "the machine was slower"),
+        (SLOW, QUIET, (0.4, 0.41, 0.39), "the machine was faster"),
+        (QUIET, BUSY, (2.5, 2.6, 2.7), "the machine was slower"),
+        (QUIET, SLOW, (9.0, 9.1, 9.2), "slower"),  # by more than the machine
+        (QUIET, QUIET, (2.5, 2.6, 2.7), "slower"),
+        (QUIET, SLOW, (1.0, 1.01, 0.99), "within noise"),
+        (QUIET, {**QUIET, "load_average": 2.0}, (2.5, 2.6, 2.7), "slower"),  # the benchmark's own load
+        (QUIET, {**SLOW, "cpu": "y, 2 cores"}, (2.5, 2.6, 2.7), "slower"),  # another machine
+    ],
+)
+def test_compare_tells_a_slower_machine_from_slower_code(capsys, results, before, after, runs, verdict):
+    a, b = results("a.json", [record(**before)]), results("b.json", [record(runs=runs, **after)])
+    assert json.loads(bench(capsys, "compare", a, b, "--json")[1])["rows"][0]["verdict"] == verdict
+    _, out, _ = bench(capsys, "compare", a, b)
+    assert ("`xinfer-vk bench --against` measures in turns" in out) == ("machine" in verdict)
+    assert ("machine: copies 10.0 → 4.0 GB/s (0.40 ×), computes 50.0 → 20.0 GFLOP/s (0.40 ×), load 1.0 → 1.0"
+            in out) == (after is SLOW)  # fmt: skip
+
+
+# -- two versions in turns --------------------------------------------------------------------------
+
+FAKE = """
+import json, os, sys
+def main():
+    with open(os.environ["FAKE_LOG"], "a") as log:
+        print({name!r}, *sys.argv[1:], file=log)
+    if {fails}:
+        sys.exit("error: it broke")
+    row = {{"model": "m", "kv_dtype": "f16", "test": "tg8", "tok_per_s": {rate}, "commit": {name!r}}}
+    print(json.dumps([row]))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Makes checkouts of versions that measure nothing and print a rate; returns the folder."""
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+
+    def make(name, rate, fails=False):
+        folder = tmp_path / name / "xinfer_vk" / "cli"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").write_text("")
+        (folder / "__init__.py").write_text("")
+        (folder / "main.py").write_text(FAKE.format(name=name, rate=rate, fails=fails))
+        return tmp_path / name
+
+    return make
+
+
+def test_another_checkout_is_measured_in_turns(capsys, checkout, tmp_path, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.ROOT", checkout("new", 30.0))
+    old = checkout("old", 20.0)
+    arguments = ("-m", "x", "-n", "8", "-p", "0", "-d", "0,4", "-r", "3", "--device", "numpy")
+    code, out, _ = bench(capsys, *arguments, "--against", str(old), "-o", "json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["different"] == {"commit": ["new", "old"]} and len(found["rows"]) == 1
+    row = found["rows"][0]
+    assert (row["ratio"], row["rounds"], row["verdict"]) == (1.5, [1.5, 1.5, 1.5], "faster")
+    runs = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert [run[0] for run in runs] == ["new", "old", "old", "new", "new", "old"]
+    given = {"--model", "x", "--depth=0,4", "--new-tokens=8", "--device=numpy", "--repeats=1", "--warm-up=1"}
+    assert all(given <= set(run) for run in runs)
+    code, out, _ = bench(capsys, *arguments, "--against", str(old))
+    assert "| m     | f16 | tg8  |       30.0 |        20.0 | 1.500 | 1.500–1.500 | faster |" in out
+    assert "commit: old → new" in out
+
+
+def test_rounds_before_an_error_are_printed_and_the_error_is_told(capsys, checkout, tmp_path, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.ROOT", checkout("new", 30.0))
+    broken = checkout("broken", 20.0, fails=True)
+    code, out, err = bench(capsys, "-m", "x", "--against", str(broken))
+    assert (code, out, err) == (1, "", f"error: {broken}: it broke\n")
+
+
+def test_rounds_before_ctrl_c_are_printed(capsys, checkout, monkeypatch):
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.ROOT", checkout("new", 30.0))
+    real, count = subprocess.run, iter(range(9))
+
+    def run(*args, **more):
+        if next(count) == 3:  # the other's turn in the second round
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    monkeypatch.setattr("xinfer_vk.cli.bench_against.subprocess.run", run)
+    code, out, _ = bench(capsys, "-m", "x", "--against", str(checkout("old", 20.0)), "-o", "jsonl")
+    row = json.loads(out)
+    assert code == 130 and (row["rounds"], row["verdict"], row["noise"]) == (
+        [1.5],
+        "one round: unknown",
+        None,
+    )
+
+
+def test_the_other_side_is_a_version_a_format_or_a_model(tmp_path):
+    file, shape = this_side("m.gguf", False, None), this_side("tiny:f16", True, None)
+    assert other_side("q4_k", file).quantize == "q4_k" and other_side("q4_k", file).model == "m.gguf"
+    assert other_side("q8_0", shape).model == "tiny:q8_0" and other_side("big:f16", shape).model == "big:f16"
+    assert other_side("other.gguf", file).model == "other.gguf"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("")
+    assert other_side(str(tmp_path), file).program[0] == str(tmp_path / "bin" / "python")
+    with pytest.raises(UsageError, match="give the folder of a checkout"):
+        other_side(str(tmp_path / "bin"), file)
+
+
+def test_ratios_of_rounds_say_how_far_to_trust_them():
+    assert ratios([2.0], [1.0])["verdict"] == "one round: unknown" and ratios([2.0], [1.0])["noise"] is None
+    assert ratios([1.0, 2.0, 1.5], [1.5, 1.5, 1.5])["verdict"] == "within noise"
+    found = ratios([1.0, 1.1, 1.05], [2.0, 2.0, 2.0])
+    assert found["verdict"] == "slower" and (found["ratio_min"], found["ratio_max"]) == (0.5, 0.55)
+
+
 def test_one_run_says_nothing_of_its_noise(capsys, results):
     a, b = (results(f"{i}.json", [record(runs=(1.0 + i,))]) for i in range(2))
     _, out, _ = bench(capsys, "compare", a, b)
@@ -608,7 +756,20 @@ def test_one_run_says_nothing_of_its_noise(capsys, results):
 
 
 def test_plots_are_drawn_of_what_has_several_points(tmp_path, capsys, tiny):
-    arguments = ("-s", "tiny:q8_0", "--device", "numpy", "-p", "2", "-n", "1", "-r", "1", "--warm-up", "0")
+    arguments = (
+        "--synthetic",
+        "tiny:q8_0",
+        "--device",
+        "numpy",
+        "-p",
+        "2",
+        "-n",
+        "1",
+        "-r",
+        "1",
+        "--warm-up",
+        "0",
+    )
     code, _, err = bench(capsys, *arguments, "-d", "0,3", "-b", "1,2", "--profile", "--plot", str(tmp_path))
     assert code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch.png", "context.png", "kernels.png"]
@@ -618,6 +779,48 @@ def test_plots_are_drawn_of_what_has_several_points(tmp_path, capsys, tiny):
 def test_a_line_joins_rows_that_differ_in_one_thing_only():
     rows = [record(f"tg8 @ d{d}, b{b}", depth=d, batch=b) for d in (0, 4) for b in (1, 2)]
     rows.append(record("tg8 @ d9, b3", depth=9, batch=3))
-    found = lines(rows, "tg", lambda r: r["depth"], lambda r: f"b{r['batch']}")
+    found = lines(rows, "tg", lambda r: r["depth"], tokens_and_batch)
     assert [[x for x, _ in line] for line in found.values()] == [[0, 4], [0, 4]]
-    assert list(found) == ["m, b1", "m, b2"]
+    assert list(found) == ["batch 1", "batch 2"]
+    assert list(lines(rows[:2] + rows[3:4], "tg", lambda r: r["batch"], lambda r: ())) == [""]
+
+
+def test_plots_say_what_was_measured_in_seconds_whole_ticks_and_with_the_spread():
+    spread = {"tok_per_s_min": 15.0, "tok_per_s_max": 18.0, "date": "2026-11-30T10:00:00+00:00"}
+    rows = [
+        record("pp8", (7.0, 8.0, 9.5), "llvmpipe (LLVM)", ttft_s=8.0, **spread) | {"prompt_tokens": tokens}
+        for tokens in (1, 2)
+    ]
+    figure = draw_context(rows)
+    (axes,) = figure.axes
+    assert figure.get_suptitle() == "m on llvmpipe, 2026-11-30"
+    assert axes.get_ylabel() == "time to first token (s)" and axes.get_legend() is None
+    (bars,) = axes.containers
+    low, high = bars.lines[1]
+    assert list(low.get_ydata()) == [7.0, 7.0] and list(high.get_ydata()) == [9.5, 9.5]
+    assert all(tick == round(tick) for tick in axes.get_xticks())
+    short = [r | {"ttft_s": 0.5, "run_s": [0.5]} for r in rows]
+    assert draw_context(short).axes[0].get_ylabel() == "time to first token (ms)"
+    batch = [record(batch=b, **spread) for b in (1, 2)] + [record("tg9", batch=b, **spread) for b in (1, 2)]
+    for r in batch[2:]:
+        r["new_tokens"] = 9
+    legend = draw_batch(batch).axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["8 tokens", "9 tokens"]
+
+
+def test_a_table_in_a_pipe_grows_row_by_row_and_is_the_same_table(capsys, tiny):
+    _, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json")
+    rows = [{**row, "device_index": i} for i in range(2) for row in json.loads(out)]
+    shown = []
+    with Report("md", None, ProgressBar(enabled=False)) as report:
+        for row in rows:
+            report.add(row)
+            shown.append(capsys.readouterr().out)
+            assert f" {row['test']} " in shown[-1], "the row is there when it was measured"
+    shown.append(capsys.readouterr().out)
+
+    def words(table: str) -> list[list[str]]:
+        lines = [line for line in table.splitlines() if not line.startswith("| --")]
+        return [line.split() for line in lines]
+
+    assert words("".join(shown)) == words(as_markdown(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -89,6 +90,18 @@ def test_the_manifest_tells_what_the_spirv_expects_of_its_caller(tree: Path) -> 
     assert full["spec"] == [["local_size_x", 1], ["TILE", 4], ["WIDE", 1]]
     assert full["capabilities"] == []
     assert manifest["simple"]["push"] == []
+
+
+def test_the_manifest_tells_a_whole_file_and_one_that_is_not_is_compiled_again(tree: Path) -> None:
+    build(tree)
+    file = tree / "spirv" / "simple.spv"
+    whole = file.read_bytes()
+    entry = build_shaders.read_manifest(tree / "spirv")["simple"]
+    assert entry["bytes"] == len(whole) and entry["sha256"] == hashlib.sha256(whole).hexdigest()
+    for damaged in (whole[:-4], bytes([whole[0] ^ 1]) + whole[1:]):
+        file.write_bytes(damaged)
+        assert build_shaders.stale(tree / "spirv", tree / "shaders") == ["simple"]
+        assert build(tree).compiled == ("simple",) and file.read_bytes() == whole
 
 
 def test_an_edited_include_rebuilds_only_what_includes_it_even_through_another_file(tree: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_model_without_a_template_gets_qwens_if_it_has_the_tokens(tmp_path: Pa
     assert template.fallback
     assert encode_chat(hf("qwen2"), template, HELLO) == encode_chat(hf("qwen2"), TEMPLATES["qwen2"], HELLO)
     with pytest.raises(
-        UsageError, match=r"has no chat template, and its vocabulary has no <\|im_start\|>: use --raw"
+        UsageError, match=r"has no chat template, and its vocabulary has no <\|im_start\|>: use raw=True"
     ):
         encode_chat(hf("llama3"), template, HELLO)
 

@@ -600,7 +600,7 @@ def typed(keys: str, history: Path | None = None) -> list[str]:
 
     out = []
     with create_pipe_input() as source:
-        editor = LineEditor(lambda: "toolbar", history, input=source, output=DummyOutput())
+        editor = LineEditor(lambda columns: "toolbar", history, input=source, output=DummyOutput())
 
         def press() -> None:
             for i, part in enumerate(keys.split(UP)):
@@ -633,9 +633,10 @@ ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
         ("\x1b[200~one\r\ntwo\nthree\x1b[201~" + ENTER, ["one\ntwo\nthree"]),
         ("nonsense" + CTRL_C + "Hello" + ENTER, ["Hello"]),
         (CTRL_C + "Hello" + ENTER, ["^C", "Hello"]),
+        ('"""one' + ENTER + ENTER + 'two"""' + ENTER, ['"""one\n\ntwo"""']),
         ("one" + ENTER + UP + ENTER, ["one", "one"]),
     ],
-    ids=["enter", "alt-enter", "backslash", "empty", "paste", "ctrl-c", "empty-ctrl-c", "history"],
+    ids=["enter", "alt-enter", "backslash", "empty", "paste", "ctrl-c", "empty-ctrl-c", "quotes", "history"],
 )
 def test_keys_enter_messages(keys: str, messages: list[str]) -> None:
     assert typed(keys + CTRL_D) == messages
@@ -925,3 +926,123 @@ def test_a_conversation_in_a_terminal(model: Path, llm: LLM, tmp_path: Path) -> 
     assert [m["content"] for m in messages if m["role"] == "user"] == ["Tell me a story", "And now?"]
     assert 12 <= len(messages[2]["content"].split()) < 3000
     assert (tmp_path / "chat_history").read_text().count("+") == 4
+
+
+# -- what other programs' users try ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["/bye", "/exit", "/quit"])
+def test_every_way_to_leave_leaves(chat: Chat, name: str) -> None:
+    with pytest.raises(Quit):
+        chat.handle(name)
+
+
+def test_clear_and_question_mark_are_reset_and_help(chat: Chat, seen: Seen) -> None:
+    chat.handle("Hello")
+    chat.handle("/clear")
+    assert users(chat) == []
+    chat.handle("/?")
+    assert "/clear" in seen.tables[-1]["/reset"]
+
+
+def test_text_between_three_quotes_is_taken_as_it_is(chat: Chat) -> None:
+    chat.handle('"""\n/one\n\n  two\n"""')
+    chat.handle('/system """a\nb"""')
+    chat.handle('say """" twice')
+    assert users(chat) == ["/one\n\n  two", 'say """" twice']
+    assert chat.session.system == "a\nb"
+
+
+def test_three_quotes_hold_the_lines_of_a_pipe_together() -> None:
+    assert list(plain_lines(io.BytesIO(b'"""a\n\nb\\\n"""\nc\n'))) == [(1, '"""a\n\nb\\\n"""'), (5, "c")]
+    with pytest.raises(UsageError, match=r"line 2 .* has no end"):
+        list(plain_lines(io.BytesIO(b'x\n"""a\nb\n')))
+
+
+def test_a_file_that_was_read_stands_before_the_next_message(chat: Chat, seen: Seen, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("\ufeffone\ntwo\n", encoding="utf-8")
+    chat.handle(f"/read {tmp_path}/notes.txt")
+    assert "notes.txt" in seen.notices[-1] and "1 read" in chat.toolbar()
+    chat.handle("Sum up")
+    chat.handle("Again")
+    chat.handle(f"/read {tmp_path}/notes.txt")
+    chat.handle("/read -")
+    chat.handle("Last")
+    assert users(chat) == ["one\ntwo\n\nSum up", "Again", "Last"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"), [(None, "No such file"), (b"\xff", "not UTF-8"), (b" \n", "is empty")]
+)
+def test_what_cannot_be_read_is_one_line(chat: Chat, tmp_path: Path, data: bytes | None, words: str) -> None:
+    path = tmp_path / "notes.txt"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(XinferError, match=words):
+        chat.handle(f"/read {path}")
+
+
+def test_another_model_goes_on_with_the_conversation(model: Path, seen: Seen) -> None:
+    opened: list[LLM] = []
+
+    def open_model(name: str) -> LLM:
+        opened.append(LLM(name, device="numpy", kv_dtype="f32", context=CONTEXT))
+        return opened[-1]
+
+    first = open_model(str(model))
+    chat = Chat(in_words(first), seen, open_model=open_model)
+    chat.handle("Hello")
+    chat.handle("/model")
+    assert seen.tables[-1]["model"].startswith("tiny")
+    with pytest.raises(XinferError):
+        chat.handle("/model /no/such/model")
+    assert chat.session.llm is first
+    chat.handle(f"/model {model}")
+    assert chat.session.llm is opened[-1] is not first
+    chat.handle("And now?")
+    assert users(chat) == ["Hello", "And now?"]
+    opened[-1].close()
+
+
+@pytest.mark.parametrize("columns", [10, 40, 80, 120])
+def test_the_bar_fits_the_terminal(chat: Chat, columns: int) -> None:
+    assert 0 < len(chat.toolbar(columns)) < columns
+    assert "tiny" in chat.toolbar(80) and "NumPy" in chat.toolbar(80)
+
+
+def test_a_setting_that_the_context_has_no_room_for_is_refused(chat: Chat) -> None:
+    with pytest.raises(UsageError, match=f"the context has {CONTEXT} tokens"):
+        chat.handle(f"/set max_new_tokens={CONTEXT + 1}")
+
+
+def test_load_shows_the_end_of_what_it_loads(llm: LLM, seen: Seen, tmp_path: Path) -> None:
+    chat = Chat(in_words(llm), seen, draft=True)
+    for i in range(4):
+        chat.handle(f"m{i}")
+    chat.handle(f"/save {tmp_path}/c.json")
+    answers, seen.notices[:] = seen.answers[:-1], []
+    seen.answers[:] = [""]
+    chat.handle(f"/load {tmp_path}/c.json")
+    assert [n for n in seen.notices if n.startswith("> ")] == ["> m1", "> m2", "> m3"]
+    assert "(1 turn before these)" in seen.notices
+    assert seen.answers[:-1] == answers[1:]
+
+
+def test_a_chat_begins_with_the_conversation_of_load(model: Path, chat: Chat, tmp_path: Path) -> None:
+    chat.handle("Hello")
+    chat.handle(f"/save {tmp_path}/c.json")
+    args = [
+        "chat",
+        "-m",
+        str(model),
+        "--device",
+        "numpy",
+        "--kv-dtype",
+        "f32",
+        "--load",
+        f"{tmp_path}/c.json",
+    ]
+    result = xinfer(*args, stdin="/stats\n")
+    assert result.returncode == 0 and re.search(r"turns +1\n", result.stderr), result.stderr
+    assert result.stdout == ""
+    assert_one_error(xinfer(*args[:-1], "/no/such.json", stdin=""), 2, "/no/such.json")

@@ -192,10 +192,10 @@ class TestDemoModel:
             "Rain is",
             "--raw",
             "-n",
-            "20",
+            "200",
             "--json",
         ]
-        result = xinfer(*args, XINFER_VK_INJECT="vkQueueSubmit:8:-4", XINFER_VK_STEPS_PER_SUBMIT="9999")
+        result = xinfer(*args, XINFER_VK_INJECT="vkQueueSubmit:40:-4", XINFER_VK_STEPS_PER_SUBMIT="9999")
         assert_one_error(result, 1, "device was lost")
         methods = json.loads(result.stdout)["methods"]
         assert len(methods) == 5
@@ -203,7 +203,7 @@ class TestDemoModel:
 
     def test_a_lost_device_is_one_line_and_the_text_until_then_is_kept(self) -> None:
         args = ["generate", "--model", self.model, "--prompt", "Write a poem about rain."]
-        lost = "vkQueueSubmit:8:-4"  # VK_ERROR_DEVICE_LOST
+        lost = "vkQueueSubmit:40:-4"  # VK_ERROR_DEVICE_LOST
         result = xinfer(*args, XINFER_VK_INJECT=lost, XINFER_VK_STEPS_PER_SUBMIT="9999")
         assert_one_error(result, 1, "device was lost", "VK_ERROR_DEVICE_LOST")
         assert len(result.stdout.split()) >= 3

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from cli_helpers import TIMING, assert_one_error, xinfer
 
-from xinfer_vk.cli.jsonl import OrderedWriter
-from xinfer_vk.errors import XinferError
+from xinfer_vk import LLM
+from xinfer_vk.cli import app
+from xinfer_vk.cli.jsonl import ResultWriter
+from xinfer_vk.errors import NumericError, XinferError
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def write_lines(path: Path, *lines: object) -> str:
     return str(path)
 
 
-def test_a_file_of_prompts_becomes_a_file_of_results_in_its_order(common: list[str], tmp_path: Path) -> None:
+def test_ordered_results_are_in_the_order_of_the_prompts(common: list[str], tmp_path: Path) -> None:
     prompts = write_lines(
         tmp_path / "in.jsonl",
         {"prompt": "one " * 40, "id": "long", "max_new_tokens": 9},
@@ -33,7 +38,7 @@ def test_a_file_of_prompts_becomes_a_file_of_results_in_its_order(common: list[s
         {"prompt": "three", "id": 3, "temperature": 0.8, "seed": 4, "max_new_tokens": 2},
     )
     out = tmp_path / "out.jsonl"
-    result = xinfer(*common, "--prompts", prompts, "--output", str(out), "--quiet")
+    result = xinfer(*common, "--prompts", prompts, "--output", str(out), "--ordered", "-q")
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -66,8 +71,9 @@ def test_a_bad_line_is_named_and_the_others_run_with_keep_going(
     prompts = write_lines(tmp_path / "in.jsonl", '"a"', line, '"b"')
     assert_one_error(xinfer(*common, "--prompts", prompts), 2, *words)
     result = xinfer(*common, "--prompts", prompts, "--keep-going", "--json")
-    assert result.returncode == 0
-    assert [json.loads(out)["prompt"] for out in result.stdout.splitlines()] == ["a", "b"]
+    assert_one_error(result, 1, "1 of 3 prompts have no result")
+    records = [json.loads(out) for out in result.stdout.splitlines()]
+    assert [(r["prompt"], r["index"]) for r in records] == [("a", 0), ("b", 2)]
     assert "left out" in result.stderr
     assert all(word in result.stderr for word in words)
 
@@ -116,6 +122,12 @@ def test_recommended_values_are_used_and_shown(tiny_model: Path, common: list[st
     assert "recommended: temperature 0.7, top_k 20, top_p 0.8" in result.stderr
 
 
+def test_a_model_without_recommended_values_says_so(tiny_model: Path, common: list[str]) -> None:
+    said = "--recommended: tiny recommends no sampling values, so the defaults are used"
+    assert said in xinfer(*common, "-p", "a", "--recommended").stderr
+    assert said not in xinfer(*common, "-p", "a", "--recommended", "-q").stderr
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -154,9 +166,22 @@ def test_an_old_file_of_results_stays_when_nothing_is_run(common: list[str], tmp
 def test_results_are_not_written_over_the_prompts(common: list[str], tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "in.jsonl", '"a"')
     (tmp_path / "link").symlink_to(prompts)
-    for out in (prompts, str(tmp_path / "link")):
+    (tmp_path / "same").hardlink_to(prompts)
+    for out in (prompts, str(tmp_path / "link"), str(tmp_path / "same")):
         assert_one_error(xinfer(*common, "--prompts", prompts, "-o", out), 2, "--output", "--prompts")
+        assert_one_error(xinfer(*common, "--file", prompts, "-o", out), 2, "--output", "--file")
     assert Path(prompts).read_text() == '"a"\n'
+
+
+def test_results_are_not_written_over_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (tmp_path / "link").symlink_to(model / "model.safetensors")
+    before = (model / "model.safetensors").read_bytes()
+    for out in (model / "model.safetensors", tmp_path / "link", model / "config.json"):
+        args = ("generate", "-m", str(model), "--device", "numpy", "-p", "x", "-o", str(out))
+        assert_one_error(xinfer(*args), 2, "--output", "--model", "write to another file")
+    assert (model / "model.safetensors").read_bytes() == before
 
 
 def test_the_only_line_of_a_file_is_named_too(common: list[str], tmp_path: Path) -> None:
@@ -181,7 +206,7 @@ def test_a_byte_order_mark_and_minus_infinity_are_read(common: list[str], tmp_pa
 
 
 def test_a_writer_that_fails_says_so_once(tmp_path: Path) -> None:
-    writer = OrderedWriter("/dev/full")
+    writer = ResultWriter("/dev/full")
     with pytest.raises(XinferError, match="cannot write to /dev/full: No space left on device"):
         writer.write(0, {"text": "x"})
     writer.write(1, {"text": "y"})
@@ -189,7 +214,121 @@ def test_a_writer_that_fails_says_so_once(tmp_path: Path) -> None:
 
 
 def test_a_record_with_half_a_character_is_written_all_the_same(tmp_path: Path) -> None:
-    writer = OrderedWriter(str(tmp_path / "out"))
+    writer = ResultWriter(str(tmp_path / "out"))
     writer.write(0, {"text": "\ud800"})
     writer.close()
     assert json.loads((tmp_path / "out").read_text()) == {"text": "\ud800"}
+
+
+# -- one prompt that fails, results as they end, and going on ----------------------------------------
+
+
+@pytest.fixture
+def numeric(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Token id 5 in a prompt makes the model's logits NaN."""
+    from xinfer_vk.engine import scheduler
+
+    run = scheduler.ModelRunner.run
+
+    def failing(self: object, chunks: list[object], *more: object) -> object:
+        if any(5 in c.token_ids for c in chunks):  # type: ignore[attr-defined]
+            raise NumericError("step 0: the logits for position 3 hold NaN")
+        return run(self, chunks, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scheduler.ModelRunner, "run", failing)
+    return tiny_model
+
+
+def run_command(*args: str) -> tuple[int, str, str]:
+    """The command in this process; exit code, standard output and standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = app.run(["generate", *args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def five(tiny_model: Path) -> str:
+    """The text of token 5."""
+    with LLM(tiny_model, device="numpy") as llm:
+        return llm.tokenizer.token_bytes(5).decode()
+
+
+@pytest.mark.parametrize("bad", [(2,), (0, 4)])
+def test_a_prompt_that_fails_while_it_runs_takes_no_other_along(
+    numeric: Path, common: list[str], tmp_path: Path, bad: tuple[int, ...]
+) -> None:
+    text = five(numeric)
+    prompts = write_lines(
+        tmp_path / "in.jsonl", *[{"prompt": text if i in bad else f"{i}"} for i in range(5)]
+    )
+    out = tmp_path / "out.jsonl"
+    args = [*common[1:], "--raw", "--prompts", prompts, "-o", str(out)]
+    code, _, err = run_command(*args, "--keep-going")
+    assert code == 1 and f"{len(bad)} of 5 prompts have no result" in err
+    for i in bad:
+        assert f"left out: {prompts}:{i + 1}: step 0: the logits for position 3 hold NaN" in err
+    records = {r["index"]: r for r in map(json.loads, out.read_text().splitlines())}
+    assert sorted(records) == [0, 1, 2, 3, 4]
+    for i, record in records.items():
+        assert record["finish_reason"] == ("error" if i in bad else "length")
+        assert ("error" in record) == (i in bad)
+    code, _, err = run_command(*args)
+    assert code == 1 and f"error: {prompts}:{bad[0] + 1}: step 0" in err
+
+
+def test_results_are_written_as_they_end_with_their_index(common: list[str], tmp_path: Path) -> None:
+    prompts = write_lines(
+        tmp_path / "in.jsonl", {"prompt": "long", "max_new_tokens": 40}, {"prompt": "b", "max_new_tokens": 1}
+    )
+    out = tmp_path / "out.jsonl"
+    assert xinfer(*common, "--prompts", prompts, "-o", str(out), "-q").returncode == 0
+    assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [1, 0]
+
+
+def test_resume_runs_what_is_missing_and_mends_a_torn_line(common: list[str], tmp_path: Path) -> None:
+    prompts = write_lines(tmp_path / "in.jsonl", *[f'"p{i}"' for i in range(4)])
+    out = tmp_path / "out.jsonl"
+    args = [*common, "--prompts", prompts, "-o", str(out), "-n", "3"]
+    assert xinfer(*args, "--resume", "--ordered", "-q").returncode == 0  # there is no file yet
+    lines = out.read_text().splitlines()
+    whole = {json.loads(line)["index"]: json.loads(line)["token_ids"] for line in lines}
+    interrupted = json.dumps({**json.loads(lines[1]), "finish_reason": "interrupted"})
+    out.write_text("\n".join([lines[2], interrupted, lines[0][:100]]))
+    result = xinfer(*args, "--resume")
+    assert result.returncode == 0 and "has the results of 1 of 4 prompts" in result.stderr
+    again = out.read_text().splitlines()
+    assert again[0] == lines[2], "what was there is not written again"
+    assert {json.loads(line)["index"]: json.loads(line)["token_ids"] for line in again} == whole
+    assert len(again) == 4
+    before = out.read_bytes()
+    assert xinfer(*args, "--resume", "-m", "/no/such/model").returncode == 0, "there is nothing to run"
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"index": 0}\n', ["out.jsonl:1", "--output"]),
+        ("no json\n{}\n", ["out.jsonl:1", "--output"]),
+        (
+            '{"index": 0, "sample": 0, "prompt": "other", "finish_reason": "stop"}\n',
+            ["out.jsonl:1", "another prompt", "in.jsonl:1"],
+        ),
+    ],
+)
+def test_resume_refuses_a_file_of_something_else(
+    common: list[str], tmp_path: Path, text: str, words: list[str]
+) -> None:
+    prompts, out = write_lines(tmp_path / "in.jsonl", '"a"'), tmp_path / "out.jsonl"
+    out.write_text(text)
+    assert_one_error(xinfer(*common, "--prompts", prompts, "-o", str(out), "--resume"), 2, *words)
+    assert out.read_text() == text
+
+
+def test_the_end_of_a_batch_is_one_line_and_verbose_has_one_a_prompt(common: list[str]) -> None:
+    quiet = xinfer(*common, "-p", "a", "-p", "b").stderr
+    assert "prefill:" not in quiet
+    assert re.search(
+        r"^2 prompts in [\d.]+ m?s.*: \d+ tok read, 12 tok generated \([\d.]+ tok/s\)$", quiet, re.M
+    )
+    assert xinfer(*common, "-p", "a", "-p", "b", "-v").stderr.count("prefill:") == 2

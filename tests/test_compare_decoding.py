@@ -163,7 +163,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, path: Path, decodings: list[Decoding]
     figures = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
-    cli.save_plot(str(path), decodings, kept)
+    cli.save_plot(str(path), "tiny on a device", decodings, kept)
     return figures[0]
 
 

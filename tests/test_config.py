@@ -282,10 +282,9 @@ REFUSED_HF: list[tuple[dict[str, Any], str]] = [
         {"sliding_window": 64},
         "sliding_window is 64 of 512 positions, and llama models are supported with full attention only",
     ),
-    ({"eos_token_id": 320}, "eos_token_id is 320, token ids from 0 to 319 were expected"),
-    ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x']"),
-    ({"eos_token_id": -1}, "eos_token_id is -1"),
-    ({"bos_token_id": 320}, "bos_token_id is 320"),
+    ({"eos_token_id": [2, "x"]}, "eos_token_id is [2, 'x'], a token id or a list of them"),
+    ({"eos_token_id": 2.0}, "eos_token_id is 2.0, a token id or a list of them"),
+    ({"bos_token_id": "1"}, "bos_token_id is '1', a token id or a list of them"),
 ]
 
 
@@ -363,6 +362,30 @@ def test_a_broken_config_file_is_refused(tmp_path: Path, content: bytes, expecte
         (tmp_path / name).write_bytes(kept)
 
 
+def test_special_ids_outside_the_vocabulary_are_left_out_with_a_notice(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"eos_token_id": [2, 320], "bos_token_id": -1}
+    write_hf_model(tmp_path, tiny_config("llama", **changes), generation_config={"eos_token_id": 2**70})
+    with open_model(tmp_path, "tiny") as source:
+        assert (source.config.eos_token_ids, source.config.bos_token_id) == ((2,), None)
+        (notice,) = source.notices
+    assert notice == (
+        f"tiny: left out eos_token_id {2**70}, eos_token_id 320, bos_token_id -1: "
+        "outside the vocabulary of 320 tokens"
+    )
+    ids = {"eos_token_id": 320, "eot_token_id": 5, "bos_token_id": 2**32 - 1}
+    config = config_from_gguf(gguf_metadata(**{f"tokenizer.ggml.{key}": i for key, i in ids.items()}))
+    assert (config.eos_token_ids, config.bos_token_id) == ((5,), None)
+    assert config.ids_left_out == (
+        "tokenizer.ggml.eos_token_id 320",
+        "tokenizer.ggml.bos_token_id 4294967295",
+    )
+
+
+def test_a_familys_default_id_outside_the_vocabulary_is_no_notice() -> None:
+    config = config_from_hf(tiny_config("llama", vocab_size=2, bos_token_id=None, eos_token_id=None))
+    assert (config.bos_token_id, config.eos_token_ids, config.ids_left_out) == (1, (), ())
+
+
 def test_an_error_in_generation_config_names_that_file(tmp_path: Path) -> None:
     write_hf_model(tmp_path, tiny_config("llama"), generation_config={"eos_token_id": "</s>"})
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is '</s>'"):
@@ -406,6 +429,13 @@ def test_head_counts_and_lengths_default_as_in_llama_cpp() -> None:
     assert config_from_gguf(gguf_metadata(**lengths)).head_dim == 32
 
 
+def test_a_gguf_list_of_one_number_for_all_layers_is_that_number() -> None:
+    plain = gguf_metadata()
+    keys = ("attention.head_count", "attention.head_count_kv", "feed_forward_length", "rope.freq_base")
+    lists = {f"llama.{key}": [plain[f"llama.{key}"]] * plain["llama.block_count"] for key in keys}
+    assert config_from_gguf({**plain, **lists}) == config_from_gguf(plain)
+
+
 def test_gguf_end_of_sequence_ids_are_eos_eot_and_eom() -> None:
     ids = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
     assert config_from_gguf(gguf_metadata(**ids)).eos_token_ids == (2, 5)
@@ -428,7 +458,9 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ({"llama.embedding_length": None}, "the key 'llama.embedding_length' is missing"),
     ({"llama.attention.head_count": None}, "the key 'llama.attention.head_count' is missing"),
     ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon' is missing"),
-    ({"llama.attention.head_count": [4, 4]}, "llama.attention.head_count is [4, 4], an integer was expected"),
+    ({"llama.attention.head_count": [4, 2]}, "llama.attention.head_count is [4, 2], an integer was expected"),
+    ({"llama.attention.head_count": [4] * 3}, "head_count is [4, 4, 4], an integer was expected"),
+    ({"llama.attention.head_count": [True, True]}, "head_count is [True, True], an integer was expected"),
     ({"llama.feed_forward_length": 0}, "llama.feed_forward_length is 0"),
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8, only the whole head dimension 16"),
     (
@@ -440,7 +472,7 @@ REFUSED_GGUF: list[tuple[dict[str, Any], str]] = [
     ({"llama.expert_shared_count": 1}, "llama.expert_shared_count is 1, only 0 is supported"),
     ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5, it must be absent"),
     ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5"),
-    ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id is 320, token ids from 0 to 319"),
+    ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id is '2', a token id or a list of them"),
 ]
 
 

@@ -137,7 +137,7 @@ def test_a_rejected_device_is_passed_over_and_told():
 
 def test_a_rejected_device_asked_for_is_an_error_that_names_the_others():
     old = replace(DISCRETE, index=0, rejected="it has no queue for compute work")
-    with pytest.raises(DeviceError, match=r"RTX 4090 cannot be used: it has no queue.*--device 1 .*or numpy"):
+    with pytest.raises(DeviceError, match=r"RTX 4090 cannot be used: it has no queue.*device 1 .*or numpy"):
         choose_device("nvidia", [old, replace(LAVAPIPE, index=1)])
 
 

@@ -14,6 +14,7 @@ from conftest import DeviceUnderTest
 from model_files import QWEN2_5_0_5B, tensor_shapes, with_header
 
 from xinfer_vk import LLM
+from xinfer_vk.engine.config import EngineConfig
 from xinfer_vk.engine.estimate import Estimator, shape_source
 from xinfer_vk.errors import OutOfMemoryError, UsageError
 from xinfer_vk.models.shapes import SHAPES
@@ -63,7 +64,7 @@ def test_on_discrete_memory_too(
 def test_of_a_model_that_is_quantized_while_it_loads(tiny_model: Path, quantize: str) -> None:
     with LLM(tiny_model, device="numpy", quantize=quantize, context=96) as llm:
         with open_model(tiny_model) as source:
-            told = Estimator(source, NUMPY_PROFILE, quantize).estimate(96, 1, "f16")
+            told = Estimator(source, NUMPY_PROFILE, EngineConfig(quantize=quantize)).estimate(96, 1, "f16")
         llm.generate([5, 6, 7], max_new_tokens=2)
         assert llm.runtime.allocated_bytes == told.total_bytes
 
@@ -73,8 +74,8 @@ def test_activations_in_8_bits_take_rows_of_their_own(tiny_model: Path, quantize
     asked = {"quantize": quantize, "activations": "int8"}
     with LLM(tiny_model, device="numpy", context=96, **asked) as llm:
         with open_model(tiny_model) as source:
-            told = Estimator(source, NUMPY_PROFILE, **asked).estimate(96, 1, "f16")
-            exact = Estimator(source, NUMPY_PROFILE, quantize).estimate(96, 1, "f16")
+            told = Estimator(source, NUMPY_PROFILE, EngineConfig(**asked)).estimate(96, 1, "f16")
+            exact = Estimator(source, NUMPY_PROFILE, EngineConfig(quantize=quantize)).estimate(96, 1, "f16")
         llm.generate([5, 6, 7], max_new_tokens=2)
         assert llm.runtime.allocated_bytes == told.total_bytes > exact.total_bytes
     command = ("estimate", str(tiny_model), "-d", "numpy", "--activations", "int8", "--json")
@@ -100,8 +101,9 @@ def write_holes(folder: Path) -> Path:
 @pytest.mark.parametrize("quantize", [None, "q4_0"])
 def test_a_shape_is_the_file_it_stands_for(tmp_path: Path, quantize: str | None) -> None:
     with open_model(write_holes(tmp_path)) as source:
-        of_file = Estimator(source, NUMPY_PROFILE, quantize).estimate(4096, 2, "f16")
-    told = Estimator(shape_source("qwen2.5-0.5b"), NUMPY_PROFILE, quantize).estimate(4096, 2, "f16")
+        of_file = Estimator(source, NUMPY_PROFILE, EngineConfig(quantize=quantize)).estimate(4096, 2, "f16")
+    told = Estimator(shape_source("qwen2.5-0.5b"), NUMPY_PROFILE, EngineConfig(quantize=quantize))
+    told = told.estimate(4096, 2, "f16")
     assert told == of_file
     tokens = 2 * 4096 + 32
     assert told.kv_tokens == tokens and told.kv_bytes == 2 * 24 * 2 * 64 * tokens * 2
@@ -165,7 +167,7 @@ def test_command(tiny_model: Path, device: DeviceUnderTest) -> None:
         in result.stdout
     )
     assert "2 KV heads for 14 query heads (GQA) save 151.0 MB of 176.2 MB of full heads" in result.stdout
-    assert f"  {device.name}: fits, up to 32768 tokens do" in result.stdout
+    assert f"  {device.name}: fits; longest context 32768 tokens" in result.stdout
     record: dict[str, Any] = json.loads(xinfer("estimate", str(tiny_model), "--json", "-d", "numpy").stdout)
     assert record["context"] == 512 and record["devices"] == []
     parts = ("weight_bytes", "kv_bytes", "activation_bytes", "staging_bytes")

@@ -13,12 +13,13 @@ import pytest
 from model_files import K_SIZES, random_tensors, tiny_config, write_gguf_model
 
 from xinfer_vk.errors import ModelError
+from xinfer_vk.weights import gguf_file
 from xinfer_vk.weights.formats import FORMATS, as_f32
 from xinfer_vk.weights.gguf_file import read_gguf
 from xinfer_vk.weights.source import open_model
 
 F32, Q4_0 = 0, 2
-UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
+UINT8, UINT32, STRING, ARRAY, UINT64 = 0, 4, 8, 9, 10
 
 
 def text(s: str | bytes) -> bytes:
@@ -99,6 +100,29 @@ def test_versions_2_and_3_are_read(tmp_path: Path, version: int) -> None:
     path.write_bytes(gguf_bytes([key("a", UINT32, b"\7\0\0\0")], [row("t", [2])], bytes(8), version=version))
     got = read_gguf(path)
     assert (got.version, got.metadata, got.tensors["t"].shape) == (version, {"a": 7}, (2,))
+
+
+def test_metadata_that_no_model_needs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of bytes takes eight times its size in memory, a text four times."""
+    path = tmp_path / "x.gguf"
+
+    def lists(count: int) -> list[bytes]:
+        part = struct.pack("<IQ", UINT8, 1000) + bytes(1000)
+        return [key(f"list{i}", ARRAY, part) for i in range(count)]
+
+    monkeypatch.setattr(gguf_file, "MAX_VALUES", 5000)
+    path.write_bytes(gguf_bytes(lists(5), [row("a", [2])], bytes(32)))
+    assert len(read_gguf(path).metadata) == 5
+    path.write_bytes(gguf_bytes(lists(6), [row("a", [2])], bytes(32)))
+    with pytest.raises(ModelError, match="the lists up to 'list5' would have 6000 values, more than 5000"):
+        read_gguf(path)
+    monkeypatch.setattr(gguf_file, "MAX_METADATA_BYTES", 1 << 20)
+    long = struct.pack("<Q", 1 << 20) + b"x" * (1 << 20)
+    texts = [long, struct.pack("<IQ", STRING, 2) + long + struct.pack("<Q", 0)]
+    for kind, text in zip((STRING, ARRAY), texts):
+        path.write_bytes(gguf_bytes([key("t", kind, text)], [row("a", [2])], bytes(32)))
+        with pytest.raises(ModelError, match="more than 1 MB of metadata"):
+            read_gguf(path)
 
 
 def test_a_larger_alignment_is_honoured(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xinfer_vk.errors import ModelError
+from xinfer_vk.text import gguf_sentencepiece
 from xinfer_vk.text.gguf_sentencepiece import merges_by_score
 from xinfer_vk.text.gguf_tokenizer import named_texts, tokenizer_from_gguf
 from xinfer_vk.text.stream import StreamDecoder
@@ -158,6 +159,27 @@ def test_scores_of_control_tokens_do_not_matter(score: float) -> None:
 def test_merges_are_ordered_by_the_score_of_what_they_make() -> None:
     scores = {"a": 0.0, "b": 0.0, "ab": -2.0, "ba": -1.0, "aba": -3.0, "x": -9.0, "xy": 0.0}
     assert merges_by_score(scores) == [("b", "a"), ("a", "b"), ("ab", "a"), ("a", "ba")]
+
+
+def test_a_piece_that_no_vocabulary_has_is_refused() -> None:
+    with pytest.raises(ModelError, match="of 3000000 characters, at most 1024 are supported"):
+        changed(
+            "gemma",
+            tokens=["<pad>", "</s>", "<unk>", "<s>", "x" * 3_000_000],
+            token_type=[3, 3, 2, 3, 1],
+            scores=[0.0] * 5,
+            bos_token_id=3,
+            unknown_token_id=2,
+            eos_token_id=1,
+        )
+
+
+def test_more_pairs_than_any_vocabulary_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = {"a" * n: 0.0 for n in range(1, 20)}
+    everything = merges_by_score(pieces)
+    assert everything is not None and len(everything) == 171
+    monkeypatch.setattr(gguf_sentencepiece, "MAX_MERGES", 170)
+    assert merges_by_score(pieces) is None
 
 
 def test_gemma_3_tokenizes_as_its_own_tokenizer_json(gemma_model: Path) -> None:

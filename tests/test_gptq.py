@@ -423,6 +423,25 @@ def test_scales_in_other_floats_load_where_f16_holds_them(tmp_path: Path) -> Non
         ).reshape(-1, 64))  # fmt: skip
 
 
+def test_groups_may_be_64_bit_integers(checkpoints: dict[str, Path]) -> None:
+    folder = checkpoints["gptq"]
+    path = folder / "model.safetensors"
+    kept = path.read_bytes()
+    tensors = read_back(folder)
+    with open_model(folder) as source:
+        want = {name: tensor.rows().copy() for name, tensor in source.tensors.items()}
+    for name, (_, shape, data) in tensors.items():
+        if name.endswith(".g_idx"):
+            tensors[name] = ("I64", shape, np.frombuffer(data, "<i4").astype("<i8").tobytes())
+    try:
+        path.write_bytes(safetensors_bytes(tensors))
+        with open_model(folder) as source:
+            for name, rows in want.items():
+                np.testing.assert_array_equal(source.tensors[name].rows(), rows)
+    finally:
+        path.write_bytes(kept)
+
+
 def test_biases_of_zeros_that_the_model_does_not_have_are_ignored(tmp_path: Path) -> None:
     """AutoGPTQ gave every matrix a bias once."""
     write_quantized_model(tmp_path, tiny_config("llama", num_hidden_layers=1), Recipe())

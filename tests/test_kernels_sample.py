@@ -138,8 +138,8 @@ class Bench:
             history = histories[i] if histories is not None else np.zeros(positions[i], np.int64)
             want = reference(logits[i], row, history, positions[i])
             what = f"row {i}, {row.params}"
-            if want is None:
-                assert tokens[i] == NO_TOKEN, what
+            if isinstance(want, int):
+                assert tokens[i] == want, what
                 continue
             assert kept[i] == want.kept.tolist(), what
             assert tokens[i] == want.token, what
@@ -151,16 +151,16 @@ class Bench:
             self.runtime.free(buffer)
 
 
-def reference(logits, row: RowParams, history, position: int) -> Sampled | None:
-    """None where no token is possible."""
+def reference(logits, row: RowParams, history, position: int) -> Sampled | int:
+    """What the device says instead of a token where there is an error."""
     ends = row.end_tokens if position < row.end_from else ()
     try:
         return sample(
             logits, row.params, history, row.seed, row.sequence, position, banned=(*row.banned, *ends)
         )
     except NumericError as error:
-        assert "no token is possible" in str(error)
-        return None
+        assert ("no token is possible" in str(error)) != ("hold NaN or +inf" in str(error))
+        return NO_TOKEN if "possible" in str(error) else NAN_TOKEN
 
 
 @pytest.fixture
@@ -195,17 +195,19 @@ def within(fields: dict, vocabulary: int) -> dict:
 
 
 def test_the_layout_in_python_is_the_one_in_glsl():
-    text = (Path(__file__).parent.parent / "shaders" / "include" / "sample.glsl").read_text(encoding="utf-8")
+    include = Path(__file__).parent.parent / "shaders" / "include"
+    text = "".join((include / name).read_text(encoding="utf-8") for name in ("argmax.glsl", "sample.glsl"))
     values: dict[str, int] = {}
     for name, expression in re.findall(r"^const uint (\w+) = ([^;]+);", text, re.M):
         values[name] = eval(re.sub(r"\b(0x[0-9A-F]+|\d+)u\b", r"\1", expression), {}, dict(values))
     mirrored = {name for name in values if hasattr(lay, name)}
     assert {name: values[name] for name in mirrored} == {name: getattr(lay, name) for name in mirrored}
     assert values.keys() - mirrored <= {
-        "SCALE_FACTOR", "SCALE_MULTIPLIER", "SCALE_LAST", "EXCLUDED", "MINUS_INFINITY_KEY", "FAR",
+        "SCALE_FACTOR", "SCALE_MULTIPLIER", "SCALE_LAST", "EXCLUDED", "MINUS_INFINITY_KEY", "NAN_KEY", "FAR",
     }  # fmt: skip
     assert (values["EXCLUDED"], values["FAR"]) == (arithmetic.EXCLUDED, arithmetic.FAR)
     assert values["MINUS_INFINITY_KEY"] == arithmetic.MINUS_INFINITY_KEY
+    assert values["NAN_KEY"] == arithmetic.NAN_KEY
     for coefficient in arithmetic.EXP2_COEFFICIENTS:
         assert f"{coefficient}u" in text
 
@@ -460,7 +462,8 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch(bench):
     assert together.run(logits[order], [rows[i] for i in order], [9] * 4).tolist() == tokens[order].tolist()
 
 
-def test_nan_in_a_row_is_told_and_spoils_no_other(bench):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_or_infinity_in_a_row_is_told_and_spoils_no_other(bench, value):
     rng = np.random.default_rng(5)
     logits = peaked(rng, 6, 1500)
     box = bench(1500, 6)
@@ -469,7 +472,7 @@ def test_nan_in_a_row_is_told_and_spoils_no_other(bench):
     clean = box.run(logits, rows)
     for bad in range(6):
         spoiled = logits.copy()
-        spoiled[bad, 1499 if bad % 2 else 3] = np.nan  # token 3 is banned in the last row: NaN all the same
+        spoiled[bad, 1499 if bad % 2 else 3] = value  # token 3 is banned in the last row, and an error
         tokens = box.run(spoiled, rows)
         assert tokens[bad] == NAN_TOKEN
         assert np.delete(tokens, bad).tolist() == np.delete(clean, bad).tolist()
@@ -591,7 +594,7 @@ def test_log_probabilities_equal_the_references_bit_for_bit(bench, vocabulary):
     logits = peaked(rng, 6, vocabulary)
     logits[1] = 0.0
     logits[2, ::2] = -np.inf
-    logits[3, :2] = np.inf
+    logits[3, :2] = 3e38
     box = bench(vocabulary, 6)
     wanted = [0, 1, 5, 20, 20, None]
     rows = [
@@ -610,10 +613,11 @@ def test_log_probabilities_equal_the_references_bit_for_bit(bench, vocabulary):
         assert box.sampler.logprobs_bytes(i) == 28 + 8 * n
 
 
-def test_log_probabilities_of_nan_are_an_error(bench):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_log_probabilities_of_nan_and_infinity_are_an_error(bench, value):
     box = bench(40, 2)
     logits = np.zeros((2, 40), np.float32)
-    logits[1, 7] = np.nan
+    logits[1, 7] = value
     box.run(logits, [RowParams(SamplingParams(logprobs=2))] * 2)
     assert box.sampler.read_logprobs(0) is not None
     with pytest.raises(NumericError, match="hold NaN"):

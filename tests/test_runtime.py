@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -241,7 +245,7 @@ def small_heap(fresh, size: int):
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [(BufferKind.WEIGHTS, "fewer bits a weight"), (BufferKind.KV, "smaller --context, --kv-dtype q8_0")],
+    [(BufferKind.WEIGHTS, "fewer bits a weight"), (BufferKind.KV, "smaller context, kv_dtype=.q8_0")],
 )
 def test_more_than_is_free_is_refused_with_both_sizes_and_what_helps(fresh, kind, remedy):
     fresh.read(fresh.allocate("first", 8, kind), 0, 8)
@@ -427,7 +431,7 @@ def test_runs_are_counted(fresh):
 
 def test_shaders_that_were_not_compiled_are_told_with_the_remedy(fresh, tmp_path):
     plan, _, _ = chain(fresh)
-    for content in (None, "{}", "not json"):
+    for content in (None, "{}", "not json", "[]", '{"copy_words": 3}'):
         fresh._programs._shaders = programs.ShaderLibrary(tmp_path)
         if content is not None:
             (tmp_path / "manifest.json").write_text(content)
@@ -443,13 +447,41 @@ def test_a_shader_file_that_is_missing_is_told_with_the_remedy(fresh, tmp_path):
         fresh.prepare(plan)
 
 
-@pytest.mark.parametrize("content", [b"", b"not SPIR-V", b"\x03\x02\x23\x07\0"])
-def test_a_shader_file_that_is_no_spirv_never_reaches_the_driver(fresh, tmp_path, content):
+def changed(code: bytes, at: int) -> bytes:
+    return code[:at] + bytes([code[at] ^ 1]) + code[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda code: b"",
+        lambda code: b"not SPIR-V",
+        lambda code: code[:20],
+        lambda code: code[: len(code) // 8 * 4],
+        lambda code: code[:-4],
+        lambda code: code + bytes(4),
+        lambda code: changed(code, 0),
+        lambda code: changed(code, len(code) // 2),
+        lambda code: (programs.SPIRV / "fill_words.spv").read_bytes(),
+    ],
+)
+def test_a_shader_file_that_is_not_what_was_compiled_never_reaches_the_driver(fresh, tmp_path, damage):
     plan, _, _ = chain(fresh)
-    (tmp_path / "manifest.json").write_text(json.dumps({"copy_words": {"file": "bad.spv"}}))
-    (tmp_path / "bad.spv").write_bytes(content)
+    shutil.copy(programs.SPIRV / "manifest.json", tmp_path)
+    file = tmp_path / "copy_words.spv"
+    file.write_bytes(damage((programs.SPIRV / file.name).read_bytes()))
     fresh._programs._shaders = programs.ShaderLibrary(tmp_path)
-    with pytest.raises(DeviceError, match=r"bad\.spv is damaged.*build_shaders\.py"):
+    with pytest.raises(DeviceError, match=r"copy_words\.spv is damaged: .*build_shaders\.py") as caught:
+        fresh.prepare(plan)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_of_an_older_build_is_told_with_the_remedy(fresh, tmp_path):
+    plan, _, _ = chain(fresh)
+    (tmp_path / "manifest.json").write_text(json.dumps({"copy_words": {"file": "copy_words.spv"}}))
+    shutil.copy(programs.SPIRV / "copy_words.spv", tmp_path)
+    fresh._programs._shaders = programs.ShaderLibrary(tmp_path)
+    with pytest.raises(DeviceError, match=r"copy_words\.spv is damaged.*build_shaders\.py"):
         fresh.prepare(plan)
 
 
@@ -660,6 +692,31 @@ def test_nothing_runs_on_numpy_once_it_is_closed():
             use()
 
 
+def test_other_threads_run_while_the_device_works(device):
+    """In the middle half of a submit, where they could not if Kompute held the global lock."""
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    runtime = KomputeRuntime(device.info, steps_per_submit=40)  # one submit
+    try:
+        a, b = (runtime.allocate(name, 1 << 23, BufferKind.SCRATCH) for name in "ab")
+        there, back = copy_words(a, 0, b, 0, a.words), copy_words(b, 0, a, 0, a.words)
+        recorded = runtime.prepare(Plan("long", (there, back) * 20))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(tick)
+            began = time.perf_counter()
+            recorded.run()
+            quarter = (time.perf_counter() - began) / 4
+            done.set()
+    finally:
+        runtime.close()
+    assert any(began + quarter < t < began + 3 * quarter for t in ticks), (quarter, len(ticks))
+
+
 def test_what_outlives_its_runtime_may_be_dropped_in_any_order(device):
     rt = KomputeRuntime(device.info)
     plan, _, _ = chain(rt)
@@ -708,9 +765,20 @@ def test_two_devices_work_side_by_side(device):
 
 
 def test_runtimes_can_be_opened_and_closed_many_times(device):
-    for _ in range(70):  # more than the layer has places for at one time
+    for _ in range(70):
         with KomputeRuntime(device.info) as rt:
             assert rt.layer_active or layer.load_library()[0] is None
+
+
+def test_any_number_of_runtimes_can_be_open_at_once(device):
+    """The 65th once corrupted the heap: the layer's tables had 64 places."""
+    opened = [KomputeRuntime(device.info) for _ in range(66)]
+    try:
+        assert all(rt.layer_active for rt in opened) or layer.load_library()[0] is None
+        assert opened[-1].read(opened[-1].allocate("buffer", 4, BufferKind.RESULT), 0, 4).tolist() == [0] * 4
+    finally:
+        for rt in opened:
+            rt.close()
 
 
 def test_a_runtime_is_opened_by_name(device):

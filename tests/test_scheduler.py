@@ -57,7 +57,7 @@ def test_a_stream_of_a_closed_model_says_so(tiny_model: Path) -> None:
         with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
             stream = llm.stream(PROMPTS[0], max_new_tokens=30, ignore_eos=True, **sampling)
             next(stream)
-        with pytest.raises(UsageError, match="the runtime is closed"):
+        with pytest.raises(UsageError, match="this LLM is closed"):
             list(stream)
 
 
@@ -281,7 +281,7 @@ def test_an_interrupted_batch_keeps_what_there_is(llm: LLM) -> None:
 def test_blocks_come_back_when_a_stream_is_dropped(llm: LLM) -> None:
     stream = llm.stream([5, 6], max_new_tokens=20, ignore_eos=True)
     next(stream)
-    stream._iterator.close()
+    del stream
     cache = llm._runner_for(22).cache
     assert cache.allocator.free_blocks == cache.allocator.count
 

@@ -451,7 +451,7 @@ def test_a_full_context_is_refused_on_request_and_nothing_changes(llm: LLM) -> N
     session = in_words(llm, context=150, on_full="refuse")
     fill(session, 1)
     before = session.messages
-    with pytest.raises(UsageError, match=r"the context is full: .* \d+ tokens, and 8 of the 150 .*--on-full"):
+    with pytest.raises(UsageError, match=r"the context is full: .* \d+ tokens, and 8 of the 150 .*on_full"):
         fill(session, 4)
     assert session.messages[: len(before)] == before
     assert session.dropped_turns == 0

@@ -29,6 +29,17 @@ def test_streaming_equals_decoding_everything(
 
 
 @every_tokenizer
+@pytest.mark.parametrize("before", ["", "The capital of France is", " ", "a:\n"])
+def test_text_that_goes_on_with_a_prompt_is_all_without_the_prompt(tokenizer: Tokenizer, before: str) -> None:
+    prompt = tokenizer.encode(before, parse_special=False)
+    ids = tokenizer.encode("Paris, of course", parse_special=False, add_bos=False)
+    decoder = StreamDecoder(tokenizer, after=prompt)
+    text = "".join([*(decoder.push(i) for i in ids), decoder.finish()])
+    assert tokenizer.decode(prompt) + text == tokenizer.decode(prompt + ids)
+    assert text.strip() == "Paris, of course"
+
+
+@every_tokenizer
 @given(text=st.text(max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_streaming_valid_text_never_shows_a_broken_character(tokenizer: Tokenizer, text: str) -> None:

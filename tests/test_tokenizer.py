@@ -34,7 +34,7 @@ from text_helpers import (
 
 from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.text.byte_level import BYTE_OF_CHAR, CHAR_OF_BYTE, token_to_bytes
-from xinfer_vk.text.eos import eos_ids
+from xinfer_vk.text.eos import ends_by_name, eos_ids
 from xinfer_vk.text.gguf_tokenizer import tokenizer_from_gguf
 from xinfer_vk.text.guard import guarded
 from xinfer_vk.text.hf_tokenizer import tokenizer_from_directory
@@ -261,6 +261,14 @@ def test_tokenizer_config_overrides_the_post_processor(tmp_path: Path) -> None:
     assert (ids[0], ids[-1]) == (hf("smollm").id_of("<|im_start|>"), hf("smollm").id_of("<|im_end|>"))
 
 
+@pytest.mark.parametrize("add_eos", [True, False])
+def test_add_eos_token_alone_does_not_cost_the_begin_of_sequence(tmp_path: Path, add_eos: bool) -> None:
+    path = changed(tmp_path, "llama3", add_eos_token=add_eos)
+    assert tokenizer_from_directory(path).encode("a", parse_special=True) == hf("llama3").encode(
+        "a", parse_special=True
+    )
+
+
 def source(
     kind: str, values: dict[str, Any], generation: dict[str, Any], config_eos: tuple[int, ...] = ()
 ) -> Any:
@@ -301,11 +309,28 @@ def test_gguf_ends_of_sequence_turn_and_message_count() -> None:
         for name in ("end_of_text", "eot_id", "eom_id")
     }
     tokens["tokenizer.ggml.eos_token_id"] = ids["end_of_text"]
-    assert tokenizer_from_gguf(tokens, "x").eos_ids == {ids["end_of_text"], ids["eot_id"]}, "by its name"
+    assert tokenizer_from_gguf(tokens, "x").eos_ids == set(ids.values()), "by their names"
     tokens["tokenizer.ggml.eot_token_id"] = 7
-    assert tokenizer_from_gguf(tokens, "x").eos_ids == {ids["end_of_text"], 7}, "the file says so"
-    tokens["tokenizer.ggml.eom_token_id"] = ids["eom_id"]
-    assert tokenizer_from_gguf(tokens, "x").eos_ids == {ids["end_of_text"], 7, ids["eom_id"]}
+    assert tokenizer_from_gguf(tokens, "x").eos_ids == {*ids.values(), 7}, "the file's keys besides"
+    tokens["tokenizer.ggml.eom_token_id"] = 8
+    assert tokenizer_from_gguf(tokens, "x").eos_ids == {*ids.values(), 7, 8}
+
+
+@pytest.mark.parametrize("kind", range(1, 7))
+@pytest.mark.parametrize(
+    "name", ["<|im_end|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|return|>"]
+)
+def test_a_token_whose_name_is_an_end_ends_a_text_whatever_its_type(name: str, kind: int) -> None:
+    tokens = metadata("llama2")
+    tokens[TOKENS], tokens[TYPES] = [*tokens[TOKENS], name], [*tokens[TYPES], kind]
+    tokens["tokenizer.ggml.scores"] = [*tokens["tokenizer.ggml.scores"], 0.0]
+    assert tokenizer_from_gguf(tokens, "x").eos_ids == {2, len(tokens[TOKENS]) - 1}
+
+
+def test_a_message_that_is_one_of_several_does_not_end_the_text() -> None:
+    assert ends_by_name(["a", "<|end|>"]) == {1}
+    assert ends_by_name(["<|return|>", "<|end|>", "<|call|>"]) == {0, 2}
+    assert ends_by_name(["</s>", "<|im_start|>", "<think>"]) == frozenset()
 
 
 # -- vocabulary ---------------------------------------------------------------------------------
@@ -593,8 +618,68 @@ def test_a_metaspace_decoder_decodes_as_tokenizers_does(tmp_path: Path, scheme: 
             assert tokenizer.decode(case["ids"]) == tokenizer._backend.decode(case["ids"]), case["text"]
 
 
+def test_the_way_from_text_to_tokens_decides_what_they_stand_for(tmp_path: Path) -> None:
+    """Some converted models have a decoder of the other kind."""
+    kept = {
+        name: json.loads((FIXTURES / name / "tokenizer.json").read_text("utf-8"))
+        for name in ("qwen2", "llama2")
+    }
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    cases = {
+        "byte-level": ("qwen2", {"decoder": kept["llama2"]["decoder"]}),
+        "byte-level with Metaspace's": ("qwen2", {"decoder": metaspace}),
+        "SentencePiece": ("llama2", {"pre_tokenizer": metaspace, "normalizer": None, "decoder": {
+            "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
+        }}),
+    }  # fmt: skip
+    for case, (name, changes) in cases.items():
+        path = changed(tmp_path, name)
+        (path / "tokenizer.json").write_text(json.dumps({**kept[name], **changes}), encoding="utf-8")
+        tokenizer = tokenizer_from_directory(path)
+        ids = tokenizer.encode("two words, é", parse_special=False, add_bos=False)
+        assert tokenizer.decode(ids) == "two words, é", case
+
+
+FATAL = {
+    "a prefix": ('"continuing_subword_prefix": null', '"continuing_subword_prefix": "##"', "prefix is '##'"),
+    "an escaped prefix": ('"continuing_subword_prefix": null', '"continuing\\u005fsubword_prefix": "b"',
+                          "prefix is 'b': BPE with such a prefix is not supported"),
+    "a second model": ('"model": {', '"model": {"type": "BPE", "vocab": {}, "merges": [], '
+                       '"continuing_subword_prefix": "x"}, "model": {', "prefix is 'x'"),
+    "a huge table": ('"normalizer": null', '"normalizer": {"type": "Precompiled", "precompiled_charsmap": '
+                     '"/////w=="}', "charsmap is damaged: it has 4 bytes, .* would have 4294967295"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FATAL)
+def test_what_would_end_the_process_is_refused_before(tmp_path: Path, case: str) -> None:
+    """The library panics twice over one, and allocates 8 GB for the other: neither can be caught."""
+    before, after, message = FATAL[case]
+    path = changed(tmp_path, "llama3")
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["continuing_subword_prefix"] = tokenizer["normalizer"] = None
+    text = json.dumps(tokenizer)
+    assert before in text
+    (path / "tokenizer.json").write_text(text.replace(before, after, 1), encoding="utf-8")
+    with pytest.raises(ModelError, match=message):
+        tokenizer_from_directory(path)
+
+
+def test_a_token_may_have_the_name_of_a_field(tmp_path: Path) -> None:
+    path = changed(tmp_path, "llama3")
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][-1], "content": "continuing_subword_prefix"}
+    )
+    tokenizer["added_tokens"][-1]["id"] = (
+        len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"]) - 1
+    )
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert tokenizer_from_directory(path).id_of("continuing_subword_prefix") is not None
+
+
 def test_a_decoder_of_another_kind_is_refused(tmp_path: Path) -> None:
-    path = changed(tmp_path, "qwen2")
+    path = changed(tmp_path, "llama2")
     tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     for decoder, message in [
         (None, "has no decoder"),

@@ -176,6 +176,8 @@ def test_off_and_devices_without_a_choice_try_nothing(gpu, timed, tmp_path: Path
     cpu = NumpyRuntime()
     cpu.profile = replace(cpu.profile, simd=True)
     assert tune(cpu, [put(cpu)], folder=tmp_path) == ()
+    (note,) = tune(cpu, [put(cpu)], "full", folder=tmp_path)
+    assert note == "NumPy reference has one kernel for each product: tuning changes nothing"
     assert not timed["calls"] and not list(tmp_path.iterdir())
     with pytest.raises(UsageError, match="off, quick, full"):
         tune(gpu, [], "fast")  # type: ignore[arg-type]

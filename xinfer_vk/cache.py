@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from xinfer_vk.errors import OutOfMemoryError
+from xinfer_vk.errors import OutOfMemoryError, setting
 from xinfer_vk.kernels.kv import SCALE_DIMS, vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, Runtime
@@ -34,7 +34,7 @@ class BlockAllocator:
         if not self._free:
             raise OutOfMemoryError(
                 f"the KV cache is full ({self.count * BLOCK_TOKENS} tokens): "
-                "use a larger --context or generate fewer tokens"
+                f"use a larger {setting('context')} or generate fewer tokens"
             )
         block = self._free.pop()
         self._users[block] = 1
@@ -117,8 +117,8 @@ class KVCache:
             needed = 2 * self.blocks_per_sequence * block_words * WORD_BYTES
             raise OutOfMemoryError(
                 f"a context of {capacity} tokens needs {needed} bytes a layer and the device binds at most "
-                f"{limit * WORD_BYTES}: use --context {most_blocks * BLOCK_TOKENS} or less"
-                + (f", or --kv-dtype {smaller}" if smaller else "")
+                f"{limit * WORD_BYTES}: use {setting('context', most_blocks * BLOCK_TOKENS)} or less"
+                + (f", or {setting('kv_dtype', smaller)}" if smaller else "")
             )
         # Every sequence can end in a block that is not full, hence one more block for each.
         blocks = -(-max(total or capacity, capacity) // BLOCK_TOKENS) + sequences - 1
@@ -173,7 +173,7 @@ class KVCache:
         if len(sequence.blocks) + wanted > self.blocks_per_sequence or wanted > self.allocator.free_blocks:
             raise OutOfMemoryError(
                 f"{sequence.length + tokens} tokens do not fit the KV cache of {self.capacity}: "
-                "use a larger --context or a shorter prompt"
+                f"use a larger {setting('context')} or a shorter prompt"
             )
         sequence.blocks.extend(self.allocator.allocate() for _ in range(wanted))
 

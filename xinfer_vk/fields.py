@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from xinfer_vk.errors import ModelError
 
 SHOWN_CHARACTERS = 80
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # or one of a pair
 
 
 def quoted(value: object) -> str:
@@ -43,7 +45,8 @@ def parse_json_value(data: bytes, where: str) -> Any:
     """A JSON value from bytes, strictly.
 
     Refused besides bad syntax: text that is not UTF-8, a key that occurs twice in one object, NaN and
-    infinities (which Python's parser takes), nesting deeper than the interpreter's stack.
+    infinities (which Python's parser takes), half of a surrogate pair (``\\ud800``), nesting deeper than the
+    interpreter's stack.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,13 +65,30 @@ def parse_json_value(data: bytes, where: str) -> Any:
     except UnicodeDecodeError as e:
         raise ModelError(f"{where}: not UTF-8 text (byte {e.start})") from None
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        if HALF_CHARACTER.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeEncodeError as e:
+        half = quoted(e.object[e.start])
+        raise ModelError(f"{where}: not valid Unicode: {half} is half of a character") from None
     except json.JSONDecodeError as e:
         raise ModelError(f"{where}: not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}") from None
     except RecursionError:
         raise ModelError(f"{where}: the JSON is nested too deeply") from None
     except ValueError:  # an integer with more digits than Python converts
         raise ModelError(f"{where}: a number in the JSON has too many digits") from None
+
+
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """A token id, a list of them, or None, as a tuple."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, (list, tuple)) else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise ModelError(f"{where} is {quoted(value)}, a token id or a list of them was expected")
+    return tuple(ids)
 
 
 class _Required:
@@ -138,11 +158,7 @@ class Fields:
             raise self.wrong(key, f"supported: {', '.join(supported)}")
         return value
 
-    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing, as a tuple without repeats."""
-        value = self.raw(key, ())
-        ids = value if isinstance(value, (list, tuple)) else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise self.wrong(key, f"token ids from 0 to {vocab_size - 1} were expected")
-        return tuple(dict.fromkeys(ids))
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id, a list of them, or nothing, as a tuple without repeats. They may be outside the
+        vocabulary: some models carry -1 or a padding id there."""
+        return tuple(dict.fromkeys(token_ids(self.values.get(key), f"{self.where}: {key}")))

@@ -3,11 +3,13 @@
 //
 // In memory a pair is (value, index), both f32, so that a buffer of floats can hold it: an index is exact up
 // to 2^24, and as the bits of a float it would be a denormal.
-const uint NAN_KEY = 0xFFFFFFFFu; // above all numbers: a row with a NaN anywhere yields it
+const uint NAN_KEY = 0xFFFFFFFFu; // NaN and +infinity, above all numbers: a row with one anywhere yields it
+const uint MINUS_INFINITY_KEY = 0x007FFFFFu;
 
-// Order of floats as order of unsigned integers; -0 equals +0.
+// Order of floats as order of unsigned integers; -0 equals +0. A logit of +infinity is an overflow, so it
+// counts as NaN: chosen, it would be the same wrong token for ever.
 uint order_key(uint bits) {
-    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return NAN_KEY;
+    if (bits == 0x7F800000u || (bits & 0x7FFFFFFFu) > 0x7F800000u) return NAN_KEY;
     if (bits == 0x80000000u) bits = 0u;
     return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
 }

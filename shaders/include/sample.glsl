@@ -68,11 +68,10 @@ const uint LOGPROB_SUM = 4u;          // the sum of all weights (low, high),
 const uint LOGPROB_COUNT = 6u;        // how many of the most likely tokens follow:
 const uint LOGPROB_TOP = 7u;          // [MAX_LOGPROBS] (token, logit)
 const uint LOGPROB_WORDS = LOGPROB_TOP + 2u * MAX_LOGPROBS;
-const uint NAN_TOKEN = 0xFFFFFFFFu;   // result of a row with NaN
+const uint NAN_TOKEN = 0xFFFFFFFFu;   // result of a row with NaN or +inf
 const uint NO_TOKEN = 0xFFFFFFFEu;    // result of a row in which no token is possible
 
 const uint EXCLUDED = 0u;             // key of a token that cannot be chosen
-const uint MINUS_INFINITY_KEY = 0x007FFFFFu;
 const uint FAR = 0x7FFFFFFFu;         // distance of what is too far to have a weight
 
 uint key_of(uint bits) {

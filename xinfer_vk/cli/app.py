@@ -12,26 +12,30 @@ import click
 from xinfer_vk import __version__
 from xinfer_vk.cli.debug import debug_option, wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, unwind_when_ended
-from xinfer_vk.cli.output import ReaderGone, guard_streams
-from xinfer_vk.errors import XinferError
+from xinfer_vk.cli.mistakes import Group, show_mistake
+from xinfer_vk.cli.output import ReaderGone, guard_streams, tell
+from xinfer_vk.errors import XinferError, shell_words
+from xinfer_vk.limits import is_out_of_memory, out_of_memory
 
 COMMANDS = {
     "generate": "Generate text from a prompt.",
     "chat": "Chat with a model in the terminal.",
-    "perplexity": "Tell how well a model predicts a text.",
-    "compare-decoding": "Show side by side what ways of choosing tokens make of a prompt.",
-    "bench": "Measure how fast a model prefills and decodes, and how near the device's limits.",
-    "devices": "List the Vulkan devices and what they can do.",
+    "perplexity": "Measure perplexity on a text.",
+    "compare-decoding": "Compare decoding strategies on one prompt.",
+    "bench": "Measure prefill and decode speed against the device's limits.",
+    "devices": "List the Vulkan devices and their features.",
     "pull": "Download a model.",
-    "inspect": "Show what a model file holds and whether it can be run.",
-    "estimate": "Tell what a model needs of a device's memory.",
-    "quantize": "Write a model as a GGUF file in another number format.",
+    "list": "List the downloaded models.",
+    "rm": "Delete downloaded models.",
+    "inspect": "Show what a model contains and whether it can run.",
+    "estimate": "Estimate how much device memory a model needs.",
+    "quantize": "Convert a model to a quantized GGUF file.",
     "selftest": "Check every kernel on a device against its NumPy reference.",
 }
 
 
-class LazyGroup(click.Group):
-    """Imports ``xinfer_vk.cli.<name>``, with underscores for dashes, when its command is wanted, so that
+class LazyGroup(Group):
+    """Imports ``xinfer_vk.cli.<name>``, with underscores for dashes, when its command is used, so that
     ``--help`` is instant."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -62,11 +66,12 @@ def run(args: Sequence[str]) -> int:
     guard_streams()
     unwind_when_ended()
     try:
-        code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
+        with shell_words():
+            code = cli.main(args=list(args), prog_name="xinfer-vk", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
-        error.show()
+        show_mistake(error)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return exit_code()
@@ -75,16 +80,18 @@ def run(args: Sequence[str]) -> int:
     except XinferError as error:
         if wants_traceback():
             raise
-        click.echo(f"error: {error}", err=True)
+        tell(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if wants_traceback():
             raise
+        if is_out_of_memory(error):
+            click.echo(
+                f"error: {out_of_memory(' '.join(str(error).split()) or type(error).__name__)}", err=True
+            )
+            return 1
         text = " ".join(str(error).split()) or "no message"
-        click.echo(
-            f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)",
-            err=True,
-        )
+        tell(f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)")
         return 1
     finally:
         with contextlib.suppress(XinferError, ReaderGone):  # it has been told, if it could be

@@ -12,14 +12,16 @@ import click
 from xinfer_vk.cli.bench_compare import command as compare
 from xinfer_vk.cli.bench_plot import check_plot_folder
 from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_record
+from xinfer_vk.cli.completion import complete_model, complete_shape
+from xinfer_vk.cli.mistakes import Group
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES, TUNE_OPTION
-from xinfer_vk.cli.output import OutputError
+from xinfer_vk.cli.output import OutputError, say
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.bench import Bench, Peak, Workload
-    from xinfer_vk.engine.tune import Tune
+    from xinfer_vk.engine.config import Activations, Tune
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -46,43 +48,53 @@ class Counts(click.ParamType):
 COUNTS = Counts()
 
 
-@click.group("bench", invoke_without_command=True)
-@click.option("--model", "-m", "models", multiple=True, help="As for generate. May be repeated.")
+@click.group("bench", cls=Group, invoke_without_command=True)
+@click.option(
+    "--model",
+    "-m",
+    "models",
+    multiple=True,
+    shell_complete=complete_model,
+    help="Model to measure, as in generate. May be repeated.",
+)
 @click.option(
     "--synthetic",
-    "-s",
     multiple=True,
     metavar="SHAPE:FORMAT",
-    help="Random weights of a known shape, such as qwen2.5-0.5b:q4_0, made on the device. May be repeated, "
-    "or a list with commas. help:f16 names the shapes.",
+    shell_complete=complete_shape,
+    help="Random weights of a known shape, such as qwen2.5-0.5b:q4_0; needs no download. May be repeated; "
+    "commas separate several.",
 )
-@click.option("--device", "devices", multiple=True, help="As for generate, or all. May be repeated.")
-@click.option("--prompt-tokens", "-p", type=COUNTS, default=(512,), help="Prefill so many. [default: 512]")
-@click.option("--new-tokens", "-n", type=COUNTS, default=(128,), help="Decode so many. [default: 128]")
-@click.option("--depth", "-d", type=COUNTS, default=(0,), help="Tokens in the cache before. [default: 0]")
-@click.option("--batch", "-b", type=COUNTS, default=(1,), help="Sequences at once. [default: 1]")
-@click.option(
-    "--repeats", "-r", type=click.IntRange(min=1), default=5, show_default=True, help="Runs that count."
-)
-@click.option("--warm-up", type=click.IntRange(min=0), default=1, show_default=True, help="Runs left out.")
+@click.option("--list-shapes", is_flag=True, help="Print the shapes and formats for --synthetic.")
+@click.option("--device", "devices", multiple=True, help="Device, as in generate, or all. May be repeated.")
+@click.option("--prompt-tokens", "-p", type=COUNTS, default=(512,), help="Prompt tokens. [default: 512]")
+@click.option("--new-tokens", "-n", type=COUNTS, default=(128,), help="Tokens to decode. [default: 128]")
+@click.option("--depth", "-d", type=COUNTS, default=(0,), help="Tokens already in the KV cache. [default: 0]")
+@click.option("--batch", "-b", type=COUNTS, default=(1,), help="Sequences per batch. [default: 1]")
+@click.option("--repeats", "-r", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs.")
+@click.option("--warm-up", type=click.IntRange(min=0), default=1, show_default=True, help="Untimed runs.")
 @click.option(
     "--kv-dtype",
     type=click.Choice(KV_DTYPES),
     default=("f16",),
     multiple=True,
-    help="Format of the KV cache. May be repeated. [default: f16]",
+    help="Number format of the KV cache. May be repeated. [default: f16]",
 )
-@click.option(
-    "--quantize", type=click.Choice(QUANTIZE_TYPES), help="As for generate, of the models that are files."
-)
+@click.option("--quantize", type=click.Choice(QUANTIZE_TYPES), help="As in generate; not for --synthetic.")
 @ACTIVATIONS_OPTION
 @TUNE_OPTION
-@click.option("--profile", is_flag=True, help="Also the time of each kernel in a step of each row.")
+@click.option(
+    "--against",
+    metavar="OTHER",
+    help="Measure in turns with another version (its checkout or virtual environment), format or model, and "
+    "report the ratios; --repeats is the number of rounds.",
+)
+@click.option("--profile", is_flag=True, help="Also report the time of each kernel.")
 @click.option(
     "--plot",
     type=click.Path(file_okay=False, writable=True),
     metavar="DIR",
-    help="Also draw plots there.",
+    help="Write plots to this directory.",
 )
 @click.option(
     "--output",
@@ -90,14 +102,15 @@ COUNTS = Counts()
     type=click.Choice(FORMATS),
     default="md",
     show_default=True,
-    help="A table, or every figure as data. jsonl prints each row as it comes.",
+    help="Output format: a table, or all figures as data. jsonl, and md in a pipe, print each row at once.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="Print the results and nothing else.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only the results.")
 @click.pass_context
 def command(
     ctx: click.Context,
     models: tuple[str, ...],
     synthetic: tuple[str, ...],
+    list_shapes: bool,
     devices: tuple[str, ...],
     prompt_tokens: tuple[int, ...],
     new_tokens: tuple[int, ...],
@@ -107,22 +120,27 @@ def command(
     warm_up: int,
     kv_dtype: tuple[str, ...],
     quantize: str | None,
-    activations: str,
+    activations: Activations,
     tune: Tune,
+    against: str | None,
     profile: bool,
     plot: str | None,
     output: str,
     quiet: bool,
 ) -> None:
-    """Measure prefill (pp) and decode (tg), every combination of the lists a row.
+    """Measure prefill (pp) and decode (tg) speed. Each combination of the lists is one row.
 
-    Rates are medians over the repetitions with their range; beside them the bytes of weights and KV cache
-    and the flops of a second, and their share of what small kernels of ours copy and compute on the same
-    device in the same run. -p 0 or -n 0 leaves a kind out. Ctrl-C prints what was measured until then.
-    docs/benchmarks.md explains every column.
+    A rate is the median of the timed runs, shown with its range. The table also shows memory traffic and
+    arithmetic, each as a share of what the device reaches in small copy and FMA kernels. -p 0 or -n 0 skips
+    prefill or decode. Ctrl-C prints the rows measured so far. docs/benchmarks.md explains every column.
+
+    -p, -n and -d mean what they mean in llama-bench (prompt tokens, new tokens, depth), not what they mean
+    in the other commands (prompt, most new tokens, device).
     """
     if ctx.invoked_subcommand is not None:
         return
+    if list_shapes:
+        return _list_shapes()
     from xinfer_vk.engine.bench import Bench, Workload, check_workloads, load_subject, measure_peak
     from xinfer_vk.vulkan.runtime import open_runtime
     from xinfer_vk.weights.synthetic import open_synthetic
@@ -144,8 +162,21 @@ def command(
     if quantize is not None and made and not models:
         raise UsageError(
             f"--quantize {quantize} is for models that are files (-m): write a shape's format behind it, "
-            f"as in -s {made[0].partition(':')[0]}:{quantize}"
+            f"as in --synthetic {made[0].partition(':')[0]}:{quantize}"
         )
+    if against is not None:
+        if len(subjects) > 1 or len(devices) > 1 or profile or plot is not None:
+            raise UsageError("--against takes one model and one device, and neither --profile nor --plot")
+        options = [
+            *(f"--prompt-tokens={_commas(prompt_tokens)}", f"--new-tokens={_commas(new_tokens)}"),
+            *(f"--depth={_commas(depth)}", f"--batch={_commas(batch)}", f"--warm-up={warm_up}"),
+            *(f"--kv-dtype={kv}" for kv in kv_dtype),
+            *(f"--device={device}" for device in devices),
+            *([f"--activations={activations}"] if activations != "f32" else []),
+            *([f"--tune={tune}"] if tune != "quick" else []),
+            *("--repeats=1", "--output=json", "--quiet"),
+        ]
+        return _against(against, *subjects[0], quantize, options, repeats, output, quiet)
     wanted = list(dict.fromkeys(_devices(devices)))
     if plot is not None:
         check_plot_folder(plot)
@@ -192,7 +223,7 @@ def command(
                         )
                         try:
                             if not quiet:
-                                for note in subject.notes:
+                                for note in subject.notices:
                                     progress.tell(note)
                             bench = Bench(subject, tests, kv, progress, activations)
                             _measure(bench, tests, repeats, warm_up, profile, peak, report, progress)
@@ -203,6 +234,36 @@ def command(
 
 
 command.add_command(compare)
+
+
+def _against(
+    other: str,
+    model: str,
+    synthetic: bool,
+    quantize: str | None,
+    options: Sequence[str],
+    rounds: int,
+    output: str,
+    quiet: bool,
+) -> None:
+    from xinfer_vk.cli.bench_against import Against, measure_in_turns, other_side, this_side
+
+    this = this_side(model, synthetic, quantize)
+    against = other_side(other, this)
+    with Against(this, against, output) as report, ProgressBar(enabled=False if quiet else None) as progress:
+        measure_in_turns(this, against, options, rounds, progress, report)
+
+
+def _commas(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _list_shapes() -> None:
+    from xinfer_vk.kernels.synthetic import PATTERNS
+    from xinfer_vk.models.shapes import SHAPES
+
+    say("\n".join(SHAPES))
+    click.echo(f"formats: {', '.join(PATTERNS)}", err=True)
 
 
 def _measure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,6 +54,7 @@ MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
     show_default=True,
     help="When the context is full: leave out the oldest turns, or refuse the message.",
 )
+@click.option("--load", type=click.Path(), help="Go on with a conversation that /save wrote.")
 @TEMPLATE_OPTION
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @sampling_options
@@ -65,6 +67,7 @@ def command(
     max_new_tokens: int | None,
     context: int | None,
     on_full: str,
+    load: str | None,
     template_arg: tuple[str, ...],
     ignore_eos: bool,
     no_history: bool,
@@ -87,40 +90,54 @@ def command(
 
     with ProgressBar(enabled=False if quiet else None) as progress:
         from xinfer_vk.cli.chat_commands import Chat
+        from xinfer_vk.cli.chat_file import load_chat
         from xinfer_vk.cli.chat_view import PlainView, TerminalView
         from xinfer_vk.engine.llm import LLM
 
-        with LLM(
-            **chosen,
-            context=context,
-            sampler=sampler,  # type: ignore[arg-type]
-            progress=progress,
-        ) as llm:  # fmt: skip
+        saved = None if load is None else load_chat(Path(load))
+
+        def open_model(name: str) -> LLM:
+            return LLM(
+                **{**chosen, "model": name},
+                context=context,
+                sampler=sampler,  # type: ignore[arg-type]
+                progress=progress,
+            )
+
+        with open_model(chosen["model"]) as llm:
             if max_new_tokens is None and llm.thinks:
                 fields["max_new_tokens"] = MAX_THINKING_TOKENS
             params = params_from_options(options, llm.generation_config, **fields)
-            session = llm.chat(
+            session = llm.session(
                 system=system, params=params, on_full=on_full, template_args=template_args  # type: ignore[arg-type]
             )  # fmt: skip
-            view = TerminalView(quiet=quiet) if terminal else PlainView(quiet=quiet)
+            view = (TerminalView if terminal else PlainView)(quiet=quiet, progress=progress)
             for notice in llm.notices:
                 view.notice(notice)
+            from xinfer_vk.cli.report import describe, describe_recommended, recommends
+
             if verbose:
-                from xinfer_vk.cli.report import describe, describe_recommended
-
                 view.notice(describe(llm))
-                if options["recommended"]:
-                    view.notice(describe_recommended(params))
-            chat = Chat(session, view, verbose=verbose, draft=terminal, progress=progress)
-            if not terminal:
-                from xinfer_vk.cli.chat_input import plain_lines
+            if options["recommended"] and (verbose or not recommends(llm.generation_config)):
+                view.notice(describe_recommended(llm, params))
+            chat = Chat(
+                session, view, verbose=verbose, draft=terminal, progress=progress, open_model=open_model
+            )
+            from xinfer_vk.cli.chat_input import LineEditor, history_file, plain_lines
 
-                converse(chat, plain_lines())
-                return
-            from xinfer_vk.cli.chat_input import LineEditor, history_file
-
-            view.notice(greeting(session))
-            talk(chat, LineEditor(chat.toolbar, None if no_history else history_file()))
+            try:
+                if terminal:
+                    view.notice(greeting(session))
+                if saved is not None:
+                    chat.take(saved, Path(str(load)))
+                    if system is not None:
+                        session.system = system
+                if terminal:
+                    talk(chat, LineEditor(chat.toolbar, None if no_history else history_file()))
+                else:
+                    converse(chat, plain_lines())
+            finally:
+                chat.session.llm.close()  # /model may have brought another one
 
 
 def greeting(session: ChatSession) -> str:

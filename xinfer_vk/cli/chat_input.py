@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from xinfer_vk.cli.chat_commands import COMMANDS
+from xinfer_vk.cli.chat_commands import ALIASES, COMMANDS, is_open
 from xinfer_vk.cli.chat_settings import DEFAULTS
 from xinfer_vk.errors import UsageError
 from xinfer_vk.folders import cache_folder
@@ -26,7 +26,8 @@ PROMPT, CONTINUATION = "> ", "… "
 def plain_lines(source: IO[bytes] | None = None) -> Iterator[tuple[int, str]]:
     """Messages of a pipe, one a line, each with the number of its line; empty lines are left out.
 
-    A line that ends with a backslash goes on in the next one. Raises :class:`UsageError` for bytes that
+    A line that ends with a backslash goes on in the next one, and three quotes hold all lines up to the next
+    three. Raises :class:`UsageError` for bytes that
     are not UTF-8.
     """
     held: list[str] = []
@@ -42,13 +43,18 @@ def plain_lines(source: IO[bytes] | None = None) -> Iterator[tuple[int, str]]:
             ) from error
         if not held:
             first = number
+        text = "\n".join([*held, line])
+        if is_open(text):
+            held.append(line)
+            continue
         if line.endswith("\\"):
             held.append(line[:-1])
             continue
-        text = "\n".join([*held, line])
         held = []
         if text.strip():
             yield first, text
+    if is_open("\n".join(held)):
+        raise UsageError(f'line {first} of standard input begins a block with """ that has no end')
     if "".join(held).strip():
         yield first, "\n".join(held)
 
@@ -56,11 +62,12 @@ def plain_lines(source: IO[bytes] | None = None) -> Iterator[tuple[int, str]]:
 class LineEditor:
     """The input line of a terminal: several lines, history, completion of commands.
 
-    ``toolbar`` gives the text below the input. ``history`` is the file that what was typed is kept in, if
-    any. ``terminal`` are arguments for ``prompt_toolkit.PromptSession``: another input and output.
+    ``toolbar`` gives the text below the input, for so many columns. ``history`` is the file that what was
+    typed is kept in, if any. ``terminal`` are arguments for ``prompt_toolkit.PromptSession``: another input
+    and output.
     """
 
-    def __init__(self, toolbar: Callable[[], str], history: Path | None, **terminal: Any) -> None:
+    def __init__(self, toolbar: Callable[[int], str], history: Path | None, **terminal: Any) -> None:
         from prompt_toolkit import PromptSession
 
         self._session: PromptSession[str] = PromptSession(
@@ -71,7 +78,8 @@ class LineEditor:
             completer=_completer(),
             complete_while_typing=True,
             history=_history(history),
-            bottom_toolbar=toolbar,
+            bottom_toolbar=lambda: toolbar(self._session.output.get_size().columns),
+            tempfile_suffix=".md",
             enable_suspend=True,
             **terminal,
         )
@@ -90,7 +98,11 @@ def _keys() -> KeyBindings:
     @keys.add("enter")
     def enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if buffer.document.current_line_before_cursor.endswith("\\") and buffer.document.is_cursor_at_the_end:
+        if is_open(buffer.text):
+            buffer.insert_text("\n")
+        elif (
+            buffer.document.current_line_before_cursor.endswith("\\") and buffer.document.is_cursor_at_the_end
+        ):
             buffer.delete_before_cursor()
             buffer.insert_text("\n")
         elif buffer.text.strip():
@@ -99,6 +111,10 @@ def _keys() -> KeyBindings:
     @keys.add("escape", "enter")
     def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add("c-x", "c-e")
+    def editor(event: KeyPressEvent) -> None:
+        event.current_buffer.open_in_editor()  # $VISUAL or $EDITOR; the text comes back to be sent
 
     @keys.add("c-c")
     def interrupt(event: KeyPressEvent) -> None:
@@ -125,15 +141,16 @@ def _completer() -> Completer:
                 return
             name, space, rest = text[1:].partition(" ")
             if not space:
-                for known, command in COMMANDS.items():
-                    if known.startswith(name):
+                aliases = {alias: COMMANDS[known] for alias, known in ALIASES.items()}
+                for known, command in {**COMMANDS, **aliases}.items():
+                    if known.startswith(name) and (name or known in COMMANDS):
                         yield Completion(known, -len(name), f"/{known}", command.does)
             elif name == "set":
                 word = rest.rpartition(" ")[2]
                 for field in DEFAULTS:
                     if field.startswith(word):
                         yield Completion(f"{field}=", -len(word), field)
-            elif name in ("save", "load"):
+            elif name in ("save", "load", "read"):
                 path = rest.removeprefix("-f ")
                 yield from self._paths.get_completions(Document(path, len(path)), event)
 

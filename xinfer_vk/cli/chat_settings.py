@@ -15,7 +15,9 @@ from xinfer_vk.fields import quoted
 from xinfer_vk.sampling.params import SamplingParams
 
 DEFAULTS: dict[str, Any] = {
-    f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)
+    f.name: getattr(SamplingParams(), f.name)
+    for f in dataclasses.fields(SamplingParams)
+    if f.name != "logits_processors"  # functions, which no text sets
 }
 SETTING = re.compile(r"\s*([\w-]+)\s*=\s*")
 TRUTH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}

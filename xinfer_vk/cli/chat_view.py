@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from xinfer_vk.cli.answer import AnswerWriter
-from xinfer_vk.cli.output import printable
+from xinfer_vk.cli.answer import AnswerWriter, Holdable
+from xinfer_vk.cli.output import printable, wrapped
 from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
@@ -36,23 +36,28 @@ class View(Protocol):
 
 
 def _write(stream: TextIO, text: str) -> None:
-    stream.write(printable(text) if stream.isatty() else text)
+    stream.write(wrapped(printable(text), stream) if stream.isatty() else text)
     stream.flush()
 
 
 class PlainView:
     """For pipes: answers as they are, each ended by a newline; notices as plain lines."""
 
-    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        quiet: bool = False,
+        progress: Holdable | None = None,
+    ) -> None:
         self._out, self._err, self._quiet = out or sys.stdout, err or sys.stderr, quiet
-        self._answer = AnswerWriter(self._out)
+        self._answer = AnswerWriter(self._out, progress=progress)
 
     def piece(self, piece: Piece) -> None:
         self._answer.write(piece)
 
     def end_answer(self) -> None:
-        self._answer.end()
-        _write(self._out, "\n")
+        self._answer.end("\n")
 
     def notice(self, text: str) -> None:
         if not self._quiet:
@@ -74,21 +79,23 @@ class TerminalView:
     """For people: answers as plain text, thinking dim, and notices in colours that set them apart."""
 
     def __init__(
-        self, out: TextIO | None = None, console: Console | None = None, quiet: bool = False
+        self,
+        out: TextIO | None = None,
+        console: Console | None = None,
+        quiet: bool = False,
+        progress: Holdable | None = None,
     ) -> None:
         from rich.console import Console
 
         self._out, self._quiet = out or sys.stdout, quiet
         self._console = console or Console(stderr=True, highlight=False)
-        self._answer = AnswerWriter(self._out, terminal=True)
+        self._answer = AnswerWriter(self._out, terminal=True, progress=progress)
 
     def piece(self, piece: Piece) -> None:
         self._answer.write(piece)
 
     def end_answer(self) -> None:
-        at_start = self._answer.at_start
-        self._answer.end()
-        _write(self._out, "\n" if at_start else "\n\n")
+        self._answer.end("\n" if self._answer.at_start else "\n\n")
 
     def notice(self, text: str) -> None:
         if not self._quiet:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +12,9 @@ import click
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.output import printable, say_json
+from xinfer_vk.cli.plots import check_plot, plot_title, save_figure
 from xinfer_vk.cli.progress import ProgressBar
+from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.errors import UsageError, XinferError
 
@@ -34,17 +35,17 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
 
 @click.command("compare-decoding")
 @model_options
-@click.option("--prompt", "-p", help="The prompt; - reads standard input.")
+@click.option("--prompt", "-p", help="Prompt text; - reads standard input.")
 @click.option("--file", "-f", type=click.Path(), help="Read the prompt from a file.")
-@click.option("--system", "-s", help="System text for the chat template.")
-@click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
+@click.option("--system", "-s", help="System prompt.")
+@click.option("--raw", is_flag=True, help="Do not apply the chat template.")
 @click.option(
     "--max-new-tokens",
     "-n",
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
-    help="Generate at most this many tokens by each method.",
+    help="Most tokens to generate with each strategy.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option(
@@ -58,10 +59,10 @@ PLOT_COLOURS = {False: "#4c78a8", True: "#e45756"}  # by whether a step repeats
     "--plot",
     type=click.Path(),
     metavar="FILE.png",
-    help="Draw how much probability each method keeps at each step.",
+    help="Plot the probability that each strategy keeps at each step.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-@click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, not a table.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only the result.")
 def command(
     chosen: dict[str, Any],
     prompt: str | None,
@@ -75,17 +76,18 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Show side by side what ways of choosing tokens make of a prompt.
+    """Compare decoding strategies on one prompt, side by side.
 
-    Greedy decoding, temperature 0.8, top-k 20, top-p 0.9, and the three together, all from the same
-    prompt and with the same random numbers. Below the texts is how much each repeats itself: the share
-    of its 4-grams that came before (0 % is none), and its distinct 2-grams a token (near 1 is varied).
-    On a terminal the tokens that repeat are red. docs/decoding.md explains what is to be seen.
+    The strategies are greedy decoding, temperature 0.8, top-k 20, top-p 0.9, and these three together. All
+    use the same prompt and the same random numbers. Below the texts are two measures of repetition: the share
+    of 4-grams that occurred before (0 % means none), and distinct 2-grams per token (near 1 means varied). On
+    a terminal, repeated tokens are red. docs/decoding.md explains the figures.
     """
     from xinfer_vk.sampling.params import SamplingParams
 
     if plot is not None:
         check_plot(plot)
+        refuse_inputs("--plot", plot, {"--file": file, "--model": str(chosen["model"])})
     SamplingParams(seed=seed)  # a mistake is told before anything is loaded
     text = prompt_text(prompt, file)
     check_unicode([text, system], "the prompt or the system text")
@@ -138,7 +140,7 @@ def command(
                     else:
                         show(llm, decodings)
             if plot is not None and kept is not None:
-                save_plot(plot, decodings, kept)
+                save_plot(plot, plot_title([llm.name], [llm.runtime.profile.name]), decodings, kept)
                 if not quiet:
                     click.echo(f"plot: {plot}", err=True)
     if stop.is_set():
@@ -149,7 +151,7 @@ def prompt_text(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise UsageError("--prompt and --file exclude each other: use one of them")
     text = read_prompt(file) if prompt is None or prompt == "-" else prompt
-    if not text.strip():
+    if not text:  # the model says what white space alone is
         raise UsageError("the prompt is empty: give some text with --prompt, --file or standard input")
     return text
 
@@ -282,24 +284,11 @@ def figures_of(d: Decoding) -> tuple[str, str, str, str]:
 # -- the plot -------------------------------------------------------------------------------------
 
 
-def check_plot(path: str) -> None:
-    """Raise :class:`UsageError` if no plot can be drawn or written there."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'xinfer-vk[plot]'") from error
-    kinds = Figure().canvas.get_supported_filetypes()
-    suffix = Path(path).suffix.lstrip(".").lower()
-    if suffix not in kinds:
-        raise UsageError(f"--plot {path}: the name must end in one of .{', .'.join(sorted(kinds))}")
-    if not Path(path).parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no directory {Path(path).parent}")
-
-
-def save_plot(path: str, decodings: Sequence[Decoding], kept: Sequence[Kept]) -> None:
+def save_plot(path: str, title: str, decodings: Sequence[Decoding], kept: Sequence[Kept]) -> None:
     """One panel a method, a bar a step: the probability it could choose from. Steps that repeat are red."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     from xinfer_vk.engine.repetition import repeats
 
@@ -318,11 +307,10 @@ def save_plot(path: str, decodings: Sequence[Decoding], kept: Sequence[Kept]) ->
     labels = {False: "new", True: "ends four tokens that came before"}
     figure.legend(
         handles=[Patch(color=colour, label=labels[again]) for again, colour in PLOT_COLOURS.items()],
-        loc="outside upper right",
+        loc="outside lower center",
         ncols=2,
         frameon=False,
     )
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise UsageError(f"cannot write the plot to {path}: {error.strerror or error}") from error
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    save_figure(figure, path)

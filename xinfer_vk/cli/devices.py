@@ -27,13 +27,13 @@ FEATURE_LABELS = {
 
 
 @click.command("devices")
-@click.option("--json", "as_json", is_flag=True, help="Print everything that is known, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print all properties as JSON.")
 def command(as_json: bool) -> None:
-    """List the Vulkan devices and what they can do.
+    """List the Vulkan devices and their features.
 
-    The device marked * is used unless --device (an index or a part of a name) or XINFER_VK_DEVICE says
-    otherwise; "numpy" is the reference that needs no Vulkan. What is said of features is what a device
-    offers; kernels use them where they help.
+    The device marked * is the default. --device (an index or part of a name) and XINFER_VK_DEVICE select
+    another; "numpy" is the reference, which needs no Vulkan. The features are those that the device offers;
+    kernels use the ones that help.
     """
     from xinfer_vk.vulkan.devices import choose_device, list_devices
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from xinfer_vk.cli.completion import complete_model
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 
@@ -22,13 +23,13 @@ TOLD = {
 
 
 @click.command("inspect")
-@click.argument("model")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.argument("model", shell_complete=complete_model)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(model: str, as_json: bool) -> None:
-    """Show what MODEL (a directory, .gguf file, hub name, or pulled model) is: architecture, dimensions,
-    tensors by number format, tokenizer, chat template; and what keeps it from being run, if something does.
+    """Show what MODEL (a directory, .gguf file, hub name or downloaded model) contains: architecture,
+    dimensions, tensors by number format, tokenizer and chat template; and why it cannot run, if it cannot.
 
-    No weight is read and no device is used. Exit code 1 if the model cannot be run.
+    Reads no weights and uses no device. The exit code is 1 if the model cannot run.
     """
     from xinfer_vk.engine.inspect import inspect_model
     from xinfer_vk.weights.hub import resolve_model

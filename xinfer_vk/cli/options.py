@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from xinfer_vk.cli.completion import complete_model
 from xinfer_vk.cli.source import check_unicode
 from xinfer_vk.errors import UsageError
 from xinfer_vk.fields import quoted
@@ -35,7 +36,7 @@ TUNE_OPTION = click.option(
     type=click.Choice(["off", "quick", "full"]),
     default="quick",
     show_default=True,
-    help="How thoroughly a GPU's fastest kernels for a model are looked for, once.",
+    help="How thoroughly to search for a GPU's fastest kernels on a model's first run.",
 )
 
 ACTIVATIONS_OPTION = click.option(
@@ -43,7 +44,7 @@ ACTIVATIONS_OPTION = click.option(
     type=click.Choice(["f32", "int8"]),
     default="f32",
     show_default=True,
-    help="int8 rounds the inputs of products to 8 bits: not exact.",
+    help="int8 rounds the inputs of matrix products to 8 bits; results are not exact.",
 )
 
 MODEL_ARGUMENTS = ("model", "device", "kv_dtype", "quantize", "tune", "activations")
@@ -53,9 +54,10 @@ MODEL_OPTIONS = [
         "-m",
         default="smollm2-135m",
         show_default=True,
-        help="Directory in Hugging Face layout, .gguf file, hub name, or pulled model.",
+        shell_complete=complete_model,
+        help="Hugging Face directory, .gguf file, hub name, or downloaded model (a unique prefix is enough).",
     ),
-    click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best]"),
+    click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: best GPU]"),
     click.option(
         "--kv-dtype",
         type=click.Choice(KV_DTYPES),
@@ -66,14 +68,17 @@ MODEL_OPTIONS = [
     click.option(
         "--quantize",
         type=click.Choice(QUANTIZE_TYPES),
-        help="Turn a model in f16, bf16 or f32 into this format while it loads.",
+        help="Quantize an f16, bf16 or f32 model to this format while loading.",
     ),
     ACTIVATIONS_OPTION,
     TUNE_OPTION,
 ]
 
 OPTIONS = [
-    click.option("--temperature", "-t", type=float, help="0 is greedy; higher is more varied. [default: 0]"),
+    click.option(
+        "--temperature", "--temp", "-t", "temperature", type=float,
+        help="0 is greedy; higher is more varied. [default: 0]",
+    ),
     click.option("--top-k", type=int, help="Only the K most likely tokens; 0 is off. [default: 0]"),
     click.option("--top-p", type=float, help="The fewest tokens that hold this probability. [default: 1]"),
     click.option("--min-p", type=float, help="Tokens with this part of the best probability. [default: 0]"),
@@ -84,7 +89,7 @@ OPTIONS = [
     click.option("--penalty-window", type=int, help="Tokens that penalties look back over. [default: all]"),
     click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Add to a token's logit."),
     click.option("--seed", type=int, help="The same seed gives the same tokens. [default: a new one]"),
-    click.option("--stop", multiple=True, help="End before this text. May be repeated."),
+    click.option("--stop", multiple=True, help="End before this text or special token. May be repeated."),
     click.option("--stop-token-id", type=int, multiple=True, help="End at this token. May be repeated."),
     click.option("--min-new-tokens", type=int, help="No end of sequence before. [default: 0]"),
     click.option("--bad-word", multiple=True, help="Text that must not appear. May be repeated."),

@@ -120,6 +120,34 @@ def terminal_columns() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def columns_of(stream: TextIO) -> int | None:
+    """How wide the terminal is that a stream goes to; None where it is none, or does not say."""
+    if not stream.isatty():
+        return None
+    if os.environ.get("COLUMNS", "").isdigit() and os.environ["COLUMNS"] != "0":
+        return int(os.environ["COLUMNS"])
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """``text`` with its lines broken between words where ``stream`` is a terminal."""
+    columns = columns_of(stream)
+    if columns is None or all(len(line) * 2 <= columns for line in text.splitlines()):
+        return text
+    from xinfer_vk.cli.wrap import wrap
+
+    return wrap(text, columns)
+
+
+def tell(text: str) -> None:
+    """Print something the user should know to standard error."""
+    sys.stderr.write(wrapped(text, sys.stderr) + "\n")
+    sys.stderr.flush()
+
+
 def printable(text: str) -> str:
     """``text`` without what a terminal would obey."""
     return text.translate(PICTURES)

@@ -11,6 +11,7 @@ import click
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.options import model_options
 from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.plots import check_plot
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.source import read_source
 from xinfer_vk.errors import UsageError
@@ -31,36 +32,36 @@ def read_text(file: str | None) -> str:
 
 @click.command("perplexity")
 @model_options
-@click.option("--file", "-f", type=click.Path(), help="The text. [default: standard input]")
+@click.option("--file", "-f", type=click.Path(), help="Text file. [default: standard input]")
 @click.option(
     "--context",
     "-c",
     type=int,
-    help="Tokens of a window. [default: 512, or what the model was made for if that is less]",
+    help="Window size in tokens. [default: 512, or the model's context if that is less]",
 )
 @click.option(
     "--stride",
-    "-s",
     type=int,
-    help="A window begins every so many tokens and scores that many; what is before them in the window is "
-    "context. [default: half the context]",
+    help="Tokens between the starts of two windows. Each window after the first scores its last "
+    "STRIDE tokens; those before them are context. [default: half the context]",
 )
 @click.option(
     "--convention",
     type=click.Choice(["huggingface", "llama.cpp"]),
     default="huggingface",
     show_default=True,
-    help="Sliding windows, or windows side by side that score their second half.",
+    help="huggingface: sliding windows. llama.cpp: adjacent windows that score their second half.",
 )
 @click.option(
     "--bos/--no-bos",
     default=None,
-    help="Begin with the begin-of-sequence token. [default: if the model was trained with it]",
+    help="Start the text with the begin-of-sequence token. [default: as the model was trained]",
 )
-@click.option("--max-tokens", "-n", type=int, help="Only so many tokens from the beginning of the text.")
+@click.option("--max-tokens", type=int, help="Use at most this many tokens of the text.")
+@click.option("--plot", type=click.Path(), metavar="FILE.png", help="Plot the perplexity along the text.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--quiet", "-q", is_flag=True, help="Print the result and nothing else.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell the estimate after each window, and more.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only the result.")
+@click.option("--verbose", "-v", is_flag=True, help="Report the estimate after each window, and settings.")
 def command(
     chosen: dict[str, Any],
     file: str | None,
@@ -69,19 +70,22 @@ def command(
     convention: Any,
     bos: bool | None,
     max_tokens: int | None,
+    plot: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Tell how well a model predicts a text: its perplexity, and the standard error.
+    """Measure perplexity on a text, with its standard error.
 
-    The lower the better; 1 is certainty, the size of the vocabulary is guessing. Figures can be
-    compared only for the same text, tokenizer, context, stride and convention (docs/perplexity.md).
-    Ctrl-C stops early and gives the figure for what was read (exit code 130).
+    Lower is better: 1 means certain, the vocabulary size means guessing. Compare figures only for the same
+    text, tokenizer, context, stride and convention (docs/perplexity.md). Ctrl-C stops early and prints the
+    perplexity of the text read so far (exit code 130).
     """
     from xinfer_vk.cli.report import describe
     from xinfer_vk.engine.perplexity import Windowing, check_max_tokens
 
+    if plot is not None:
+        check_plot(plot)
     Windowing.of(context, stride, convention)  # a mistake is told before anything is loaded
     check_max_tokens(max_tokens)
     text = read_text(file)
@@ -118,6 +122,12 @@ def command(
                 say(result_line(result))
             if verbose and result.tokens:
                 click.echo(describe_result(result), err=True)
+            if plot is not None and result.tokens:
+                from xinfer_vk.cli.perplexity_plot import save_perplexity_plot
+
+                save_perplexity_plot(plot, llm, result)
+                if not quiet:
+                    click.echo(f"plot: {plot}", err=True)
     if not result.complete:
         if not quiet:
             click.echo(f"interrupted after {counted(result.tokens, 'token')}", err=True)

@@ -7,37 +7,38 @@ from pathlib import Path
 
 import click
 
+from xinfer_vk.cli.completion import complete_model
 from xinfer_vk.cli.options import QUANTIZE_TYPES
 from xinfer_vk.cli.output import say, say_json
 from xinfer_vk.cli.progress import ProgressBar
 
 
 @click.command("quantize")
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--type",
     "kind",
     type=click.Choice([*QUANTIZE_TYPES, "f16", "bf16"]),
     required=True,
-    help="Number format of the matrices.",
+    help="Number format for the matrices.",
 )
-@click.option("--force", is_flag=True, help="Overwrite OUT if it is there.")
+@click.option("--force", is_flag=True, help="Overwrite OUT if it exists.")
 @click.option(
     "--allow-requantize",
     is_flag=True,
-    help="Convert tensors that are low-bit already too: errors add up, so take 16-bit weights if you can.",
+    help="Also convert tensors that are quantized already. Errors add up: prefer 16-bit weights.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing.")
 def command(
     model: str, out: Path, kind: str, force: bool, allow_requantize: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Write MODEL (a directory in Hugging Face layout, .gguf file, hub name, or pulled model) as the GGUF
-    file OUT, which xinfer-vk and llama.cpp read.
+    """Convert MODEL (a Hugging Face directory, .gguf file, hub name or downloaded model) to the quantized
+    GGUF file OUT, which xinfer-vk and llama.cpp read.
 
-    Norms and biases stay floats, the output head gets 6 bits beside 4-bit types, and rows that are not whole
-    blocks of 256 get the nearest type with blocks of 32; what became what is told.
+    Norms and biases stay floats. With 4-bit types the output head gets 6 bits. Rows that are not a multiple
+    of 256 long get the nearest type with blocks of 32. The command prints which type each tensor got.
     """
     from xinfer_vk.engine.quantize import quantize_model
     from xinfer_vk.units import format_bytes

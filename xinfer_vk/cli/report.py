@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from xinfer_vk.cache import KV_BYTES
@@ -24,8 +25,15 @@ def describe(llm: LLM) -> str:
     )
 
 
-def describe_recommended(params: SamplingParams) -> str:
-    """The sampling values of a model that its makers recommend."""
+def recommends(generation_config: Mapping[str, Any]) -> bool:
+    """Whether a model's files have sampling values that its makers recommend. GGUF files have none."""
+    return any(generation_config.get(name) is not None for name in ("do_sample", *RECOMMENDED))
+
+
+def describe_recommended(llm: LLM, params: SamplingParams) -> str:
+    """The sampling values of a model that its makers recommend, or that there are none."""
+    if not recommends(llm.generation_config):
+        return f"--recommended: {llm.name} recommends no sampling values, so the defaults are used"
     values = {name: getattr(params, name) for name in RECOMMENDED}
     return "recommended: " + ", ".join(f"{name} {value:g}" for name, value in values.items())
 
@@ -36,7 +44,8 @@ def describe_run(llm: LLM, result: GenerationResult) -> str:
     return (
         f"KV cache: {format_bytes(m.kv_bytes)} = 2 · {c.layers} layers · {llm.cached_tokens} tokens · "
         f"{c.kv_heads} KV heads · {c.head_dim} head dim · {KV_BYTES[llm.kv_dtype]:g} bytes\n"
-        f"TTFT: {format_seconds(m.ttft_s)}, {format_seconds(m.compile_s)} of it compiling; "
+        f"TTFT: {format_seconds(m.ttft_s)}, {format_seconds(m.ttft_compile_s)} of it compiling "
+        f"({format_seconds(m.compile_s)} in all); "
         f"{m.dispatches_per_token} dispatches and {m.bytes_read_per_token:.0f} bytes read back per token; "
         f"peak memory {format_bytes(m.peak_host_bytes)} host, {format_bytes(m.device_bytes)} device"
     )

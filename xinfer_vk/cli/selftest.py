@@ -22,19 +22,19 @@ PIPE_WIDTH = 120  # columns of the table when nobody says how wide the terminal 
 
 
 @click.command("selftest")
-@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: the best there is]")
-@click.option("--kernel", "-k", metavar="FILTER", help="Only checks whose kernel or variant contains FILTER.")
-@click.option("--full", is_flag=True, help="Every check of this device's kernels, not one of each kind.")
+@click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: best GPU]")
+@click.option("--kernel", "-k", metavar="FILTER", help="Run only checks with FILTER in their name.")
+@click.option("--full", is_flag=True, help="Run every check of this device's kernels, not one of each kind.")
 @click.option(
-    "--all", "everything", is_flag=True, help="Also the long checks, and variants for other devices."
+    "--all", "everything", is_flag=True, help="Also run the long checks and the variants for other devices."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def command(device: str | None, kernel: str | None, full: bool, everything: bool, as_json: bool) -> None:
     """Check every kernel on a device against its NumPy reference.
 
-    Each line is one check: the largest absolute error found, and how much is allowed there. One check of
-    each kernel and number format unless --full, --all or --kernel is given. Exits with 1 if any check
-    fails: then do not trust this device with this driver.
+    Each line is one check, with the largest absolute error found and the error allowed there. By default one
+    check of each kernel and number format runs. The exit code is 1 if a check fails: do not trust this
+    device with this driver then.
     """
     from xinfer_vk.selftest import run_cases
     from xinfer_vk.vulkan.runtime import open_runtime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ from xinfer_vk.fields import quoted
 
 
 def read_source(file: str | None, what: str, remedy: str) -> str:
-    """The text of ``file``, or of standard input when it is None or "-". ``what`` it is ("the prompt") and
-    the ``remedy`` when there is nothing to read go into the errors.
+    """The text of ``file``, or of standard input when it is None or "-", without a byte order mark. ``what``
+    it is ("the prompt") and the ``remedy`` when there is nothing to read go into the errors.
 
     Raises :class:`UsageError` for a file that cannot be read or is not UTF-8, and for a terminal.
     """
@@ -31,15 +32,15 @@ def read_source(file: str | None, what: str, remedy: str) -> str:
     except OSError as error:
         raise UsageError(f"cannot read {what} from {where}: {error.strerror or error}") from error
     try:
-        return data.decode("utf-8")
+        return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{what} from {where} is not UTF-8 (byte {error.start}): convert it") from error
 
 
 def read_prompt(file: str | None) -> str:
-    """A prompt, without the line break at its end, and without a byte order mark."""
+    """A prompt, without the line break at its end."""
     remedy = "no prompt: give --prompt TEXT, --file FILE, or text on standard input"
-    return read_source(file, "the prompt", remedy).removeprefix("\ufeff").rstrip("\r\n")
+    return read_source(file, "the prompt", remedy).rstrip("\r\n")
 
 
 def check_unicode(value: Any, where: str) -> None:

@@ -9,31 +9,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from xinfer_vk.cache import CachedSequence
+from xinfer_vk.engine.config import PREFILL_CHUNK, Activations, EngineConfig, Tune
 from xinfer_vk.engine.costs import Batch, Cost, plan_cost, step_cost
-from xinfer_vk.engine.llm import PREFILL_CHUNK, main_format
 from xinfer_vk.engine.metrics import reset_peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
-from xinfer_vk.engine.tune import Tune
-from xinfer_vk.engine.tune import tune as tune_products
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.peak import FLOPS_PER_ROUND, FMA_LOCAL_SIZE, peak_copy, peak_fma
+from xinfer_vk.loading import LoadedModel, Progress, check_int8, load, open_checkpoint
 from xinfer_vk.models.config import ModelConfig
-from xinfer_vk.models.decoder import DecoderWeights, matrices
-from xinfer_vk.models.registry import family
 from xinfer_vk.plan import WORD_BYTES, BufferKind, Plan, Runtime
-from xinfer_vk.weights.device import WeightPlanner
-from xinfer_vk.weights.hub import resolve_model
-from xinfer_vk.weights.quantize.loading import quantized
-from xinfer_vk.weights.source import open_model
 from xinfer_vk.weights.synthetic import SyntheticPlanner, open_synthetic
-
-Progress = Callable[[str, int, int], None]
 
 PEAK_S = 0.05  # a yardstick's run takes at least this long
 PEAK_RUNS = 5
@@ -41,26 +32,12 @@ COPY_BYTES = 256 << 20  # of each buffer: many times the caches of any device
 FMA_GROUPS, FMA_ROUNDS = 4096, 512
 
 
-@dataclass(eq=False)
-class Subject:
+@dataclass(frozen=True, eq=False)
+class Subject(LoadedModel):
     """A model on a device, ready to be measured."""
 
-    name: str
-    fmt: str
     synthetic: bool
-    config: ModelConfig
-    weights: DecoderWeights
-    weight_bytes: int
-    load_s: float
     tune: Tune
-    tune_s: float
-    notes: tuple[str, ...]  # of the tuner, for the user
-    runtime: Runtime
-    planner: WeightPlanner = field(repr=False)
-
-    def free(self) -> None:
-        """Give the weights' memory back; the runtime stays open."""
-        self.planner.free(self.runtime)
 
 
 def load_subject(
@@ -69,7 +46,7 @@ def load_subject(
     *,
     synthetic: bool,
     quantize: str | None = None,
-    activations: str = "f32",
+    activations: Activations = "f32",
     tune: Tune = "quick",
     tests: Sequence[Workload] = (),
     progress: Progress | None = None,
@@ -78,32 +55,18 @@ def load_subject(
     ``synthetic``. ``quantize`` and ``activations`` as there. ``tests`` that it cannot run are refused before
     anything is loaded. No tokenizer is read. Raises what these raise."""
     reset_peak_host_bytes()  # each model is to show its own
-    began = time.perf_counter()
-    planner: WeightPlanner
+    config = EngineConfig(model, quantize=quantize, activations=activations, tune=tune)
+    planner, fmt = None, None
     if synthetic:
         source, fmt = open_synthetic(model)
         planner = SyntheticPlanner(source, runtime.profile, fmt)
     else:
-        source = open_model(resolve_model(model, progress))
-        if quantize is not None:
-            source, _ = quantized(source, quantize)
-        fmt = main_format(source)
-        planner = WeightPlanner(source, runtime.profile)
+        source = open_checkpoint(config, progress)
     with source:
         if tests:
             check_workloads(source.config, tests)
-        weights = family(source.config.architecture).load(planner, source.config)
-        tell = progress or (lambda stage, done, total: None)
-        planner.upload(runtime, lambda done, total: tell("loading weights", done, total))
-    loaded = time.perf_counter()
-    notes = tune_products(
-        runtime, matrices(weights), tune, activations=activations,
-        progress=lambda done, total: tell("choosing kernels", done, total),
-    )  # fmt: skip
-    return Subject(
-        source.name, fmt, synthetic, source.config, weights, planner.total_bytes,
-        loaded - began, tune, time.perf_counter() - loaded, notes, runtime, planner,
-    )  # fmt: skip
+        loaded = load(source, runtime, config, progress, planner, fmt)
+    return Subject(**vars(loaded), synthetic=synthetic, tune=tune)
 
 
 # -- the device's limits --------------------------------------------------------------------------

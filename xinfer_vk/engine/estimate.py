@@ -12,20 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from xinfer_vk.engine.llm import PREFILL_CHUNK
-from xinfer_vk.engine.runner import ModelRunner, check_int8, make_runner
+from xinfer_vk.engine.config import EngineConfig
+from xinfer_vk.engine.runner import ModelRunner, make_runner
 from xinfer_vk.errors import OutOfMemoryError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.models.decoder import DecoderWeights
-from xinfer_vk.models.registry import family
+from xinfer_vk.loading import declare
 from xinfer_vk.models.shapes import shape_config
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, DeviceProfile
 from xinfer_vk.reference import NumpyRuntime
 from xinfer_vk.vulkan.devices import DeviceInfo, available_host_bytes
 from xinfer_vk.vulkan.transfers import STAGING_WORDS
 from xinfer_vk.weights.device import WeightPlanner
-from xinfer_vk.weights.quantize.choice import check_type, choose
-from xinfer_vk.weights.quantize.loading import quantized
+from xinfer_vk.weights.quantize.choice import choose
 from xinfer_vk.weights.source import ModelSource
 from xinfer_vk.weights.tensors import TensorInfo
 
@@ -105,29 +103,15 @@ class Estimator:
     """Estimates of one model on devices of one profile."""
 
     def __init__(
-        self,
-        source: ModelSource,
-        profile: DeviceProfile,
-        quantize: str | None = None,
-        activations: str = "f32",
+        self, source: ModelSource, profile: DeviceProfile, config: EngineConfig | None = None
     ) -> None:
-        """``source`` without tensors: of a shape. ``quantize`` and ``activations`` are those of an LLM.
-        Raises :class:`ModelError` for a tensor that is missing or has another shape, and :class:`UsageError`
-        for a model that is quantized already or whose weights have no products in 8 bits."""
-        self.profile, self.config = profile, source.config
-        if quantize is not None:
-            check_type(quantize)
-        if not source.tensors:
-            planner: WeightPlanner = ShapePlanner(source, profile, quantize)
-        else:
-            if quantize is not None:
-                source, _ = quantized(source, quantize)
-            planner = WeightPlanner(source, profile)
-        self.weights: DecoderWeights = family(self.config.architecture).load(planner, self.config)
-        if activations == "int8":
-            check_int8(self.weights, self.config.experts is not None)
-        self.activations = activations
-        self.weight_bytes = planner.total_bytes
+        """``source`` without tensors: of a shape. ``config``: how the model would be opened. Raises what
+        :func:`~xinfer_vk.loading.declare` raises."""
+        self.profile, self.model = profile, source.config
+        self.config = config = config or EngineConfig()
+        planner = None if source.tensors else ShapePlanner(source, profile, config.quantize)
+        declared = declare(source, profile, config, planner)
+        self.weights, self.weight_bytes = declared.weights, declared.weight_bytes
 
     def estimate(self, context: int, batch: int, kv_dtype: str) -> Estimate:
         """For ``batch`` sequences of ``context`` tokens at once. Raises :class:`OutOfMemoryError` where the
@@ -139,7 +123,7 @@ class Estimator:
             weight_bytes=self.weight_bytes,
             kv_bytes=kv,
             kv_tokens=runner.cache.allocator.count * BLOCK_TOKENS,
-            kv_full_heads_bytes=kv * self.config.heads // self.config.kv_heads,
+            kv_full_heads_bytes=kv * self.model.heads // self.model.kv_heads,
             activation_bytes=greedy - kv,
             sampler_bytes=runtime.allocated_bytes - greedy,
             staging_bytes=self._staging_bytes,
@@ -158,9 +142,9 @@ class Estimator:
                 return False  # the cache was cut to what the device binds
             return self.weight_bytes + runtime.allocated_bytes + self._staging_bytes <= free_bytes
 
-        low, high = 0, max(1, self.config.max_position // BLOCK_TOKENS)
+        low, high = 0, max(1, self.model.max_position // BLOCK_TOKENS)
         if fits(high):
-            return min(high * BLOCK_TOKENS, self.config.max_position)
+            return min(high * BLOCK_TOKENS, self.model.max_position)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
@@ -174,8 +158,9 @@ class Estimator:
         """A runner as a run would have it, and the runtime that counted it."""
         runtime = CountingRuntime(self.profile)
         runner = make_runner(
-            runtime, self.config, self.weights, kv_dtype, capacity=context, sequences=batch,
-            total=context * batch, max_tokens=PREFILL_CHUNK, activation_dtype=self.activations,
+            runtime, self.model, self.weights, kv_dtype, capacity=context, sequences=batch,
+            total=context * batch, max_tokens=self.config.prefill_chunk,
+            activation_dtype=self.config.activations,
         )  # fmt: skip
         return runtime, runner
 
@@ -201,11 +186,10 @@ def fit(
     context: int,
     batch: int,
     kv_dtype: str,
-    quantize: str | None = None,
-    activations: str = "f32",
+    config: EngineConfig | None = None,
 ) -> Fit:
     """Whether a model fits a device as it is now. Raises as :class:`Estimator` does."""
-    estimator = Estimator(source, device.profile(device.features), quantize, activations)
+    estimator = Estimator(source, device.profile(device.features), config)
     free = device.heap_free_bytes(mapped=device.unified_memory)
     if device.is_cpu and (available := available_host_bytes()) is not None:
         free = min(free, available)

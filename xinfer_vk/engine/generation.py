@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.metrics import Metrics
@@ -17,17 +18,17 @@ from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.thinking import Piece, ThinkingSplitter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GenerationResult:
-    """What a generation gave.
+    """The result of a generation.
 
-    ``text`` is the answer, ``thinking`` what a model that reasons thought before it.
+    ``text``: the answer. ``thinking``: the reasoning before it, for models that reason.
     ``finish_reason``: "stop" (end of sequence, a stop token or a stop string), "length" (the limit),
-    "interrupted", or "error" (what there was when an exception ended it). ``token_ids``: the generated
-    ones; the token that ended the text is not among them, those of a stop string are. ``prompt`` and
-    ``sample`` tell which prompt of a batch and which of its samples this is, ``seed`` repeats it.
-    ``logprobs``: one for each of ``token_ids``, if asked for; ``prompt_logprobs``: one for each prompt
-    token after the first.
+    "interrupted", or "error" (an exception ended it). ``token_ids``: the generated tokens, without the token
+    that ended the text, but with those of a stop string. ``prompt``, ``sample``: the index of the prompt in a
+    batch, and of this sample of it. ``seed``: the seed that repeats it. ``stop``: the stop string or token
+    that ended it. ``logprobs``: one for each of ``token_ids``, if requested. ``prompt_logprobs``: one for
+    each prompt token after the first.
     """
 
     text: str
@@ -42,6 +43,30 @@ class GenerationResult:
     thinking: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= 60 else self.text[:59] + "…"
+        return f"<GenerationResult {shown!r}: {len(self.token_ids)} tokens, {self.finish_reason}>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole result as dicts, lists, strings and numbers, ready for ``json.dumps``."""
+        out: dict[str, Any] = {
+            "prompt": self.prompt,
+            "sample": self.sample,
+            "seed": self.seed,
+            "text": self.text,
+            "thinking": self.thinking,
+            "token_ids": list(self.token_ids),
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "finish_reason": self.finish_reason,
+            "stop": self.stop,
+            "metrics": self.metrics.as_dict(),
+        }
+        for name in ("logprobs", "prompt_logprobs"):
+            entries = getattr(self, name)
+            if entries is not None:
+                out[name] = [entry.as_dict() for entry in entries]
+        return out
 
 
 @dataclass(eq=False)
@@ -87,6 +112,7 @@ class Generation:
             and not p.bad_words
             and p.logprobs is None
             and p.min_new_tokens == 0
+            and not p.logits_processors
         )
         # Whether the host must see each token before the next one is chosen.
         self.watched = bool(p.stop or p.bad_words or p.logprobs is not None)
@@ -124,6 +150,7 @@ class Generation:
         self.metrics.prefilled_tokens += count
         if self.prefilled:
             self.metrics.ttft_s = now - self.started
+            self.metrics.ttft_compile_s = self.metrics.compile_s
 
     def accept(self, token: int, logprobs: TokenLogprobs | None, now: float, compile_s: float = 0.0) -> None:
         """Take a chosen token; ends the generation if it or the text says so. ``compile_s`` of the time
@@ -192,9 +219,12 @@ class Generation:
             sample=self.sample,
             seed=self.seed,
             stop=self.stop,
-            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=tuple(self.prompt_logprobs) if self.want_prompt_logprobs else None,
+            logprobs=None if self.params.logprobs is None else self._with_texts(self.logprobs),
+            prompt_logprobs=self._with_texts(self.prompt_logprobs) if self.want_prompt_logprobs else None,
         )
+
+    def _with_texts(self, entries: Sequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+        return tuple(entry.with_texts(self.decoder.token_text) for entry in entries)
 
     def _make_text(self) -> None:
         """Of the tokens that came since it was made last."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from xinfer_vk.engine.config import EngineConfig
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import parse_json
+from xinfer_vk.loading import declare
 from xinfer_vk.models.config import ModelConfig
-from xinfer_vk.models.registry import family
 from xinfer_vk.reference import NUMPY_PROFILE
 from xinfer_vk.text.chat import ChatTemplate
 from xinfer_vk.text.pieces import BYTE_LEVEL
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
-from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.gguf_file import read_gguf
 from xinfer_vk.weights.mapped import read_small_file
 from xinfer_vk.weights.safetensors_file import close_all
@@ -80,9 +80,7 @@ def inspect_model(path: Path) -> Inspection:
             except ModelError as error:
                 problems.append(str(error))
         try:
-            planner = WeightPlanner(source, NUMPY_PROFILE)
-            family(source.config.architecture).load(planner, source.config)
-            planner.check()
+            declare(source, NUMPY_PROFILE, EngineConfig(path)).planner.check()
         except ModelError as error:
             problems.append(str(error))
         return Inspection(
@@ -93,7 +91,7 @@ def inspect_model(path: Path) -> Inspection:
             config=_config(source.config),
             formats=_formats(source.tensors),
             **parts,
-            notes=source.notices,
+            notes=(*source.notices, *_template_notes(source)),
             unsupported=tuple(problems),
         )
 
@@ -148,9 +146,17 @@ def _tokenizer(source: ModelSource) -> dict[str, Any]:
     }
 
 
+def _template_notes(source: ModelSource) -> tuple[str, ...]:
+    """Why the chat template cannot be used, where prompts without it still can."""
+    with contextlib.suppress(ModelError):  # which is told elsewhere
+        if (why := ChatTemplate.from_source(source).unusable) is not None:
+            return (why,)
+    return ()
+
+
 def _chat_template(source: ModelSource) -> dict[str, Any]:
     template = ChatTemplate.from_source(source)
-    if template.fallback:
+    if template.fallback or template.unusable is not None:
         return {"present": False}
     template.check()
     return {

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from xinfer_vk.engine.config import (
+    DEFAULT_MODEL,
+    PREFILL_CHUNK,
+    Activations,
+    EngineConfig,
+    Sampler,
+    Tune,
+)
+from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, check_int8, make_runner
-from xinfer_vk.engine.scheduler import UNDER_WAY, Sampler, Scheduler
-from xinfer_vk.engine.stream import GenerationStream
-from xinfer_vk.engine.tune import Tune
-from xinfer_vk.engine.tune import tune as tune_products
-from xinfer_vk.errors import OutOfMemoryError, UsageError
-from xinfer_vk.kernels.kv import vector_words
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
+from xinfer_vk.engine.scheduler import UNDER_WAY, Scheduler
+from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
+from xinfer_vk.errors import OutOfMemoryError, UsageError, said, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.models.decoder import matrices
-from xinfer_vk.models.registry import family
+from xinfer_vk.loading import Progress, load, main_format, open_checkpoint
+from xinfer_vk.options import Message, SamplingOptions
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
 from xinfer_vk.sampling.params import SamplingParams
@@ -34,37 +40,25 @@ from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.thinking import ThinkingSplitter, opened_by, tag_ids, thinks
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
 from xinfer_vk.vulkan.runtime import open_runtime
-from xinfer_vk.weights.device import WeightPlanner
-from xinfer_vk.weights.hub import resolve_model
-from xinfer_vk.weights.quantize.choice import check_type
-from xinfer_vk.weights.quantize.loading import quantized
-from xinfer_vk.weights.source import ModelSource, open_model
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from xinfer_vk.engine.perplexity import Convention, Perplexity
     from xinfer_vk.engine.session import ChatSession, OnFull
 
 __all__ = ["LLM", "GenerationResult", "GenerationStream", "SamplingParams"]
 
-Progress = Callable[[str, int, int], None]  # what is being done, how much is done, of how much
-
-DEFAULT_MODEL = "smollm2-135m"
-PREFILL_CHUNK = 512
+CLOSED = "this LLM is closed: make a new one"
 
 
 class LLM:
     """A model on a device.
 
-    ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
-    pulled model. ``device``: an index, part of a name, "numpy", or None for the best there is.
-    ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
-    turns the matrices of a model in f16, bf16 or f32 into that format while it loads. ``activations``: "f32",
-    or "int8", which rounds the inputs of products to 8 bits. ``context``: tokens the KV cache holds; None
-    sizes it by what each call needs. ``prefill_chunk``: prompt tokens a step takes at most.
-    ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly the fastest kernels
-    are looked for when a GPU meets such matrices for the first time ("off", "quick", "full").
-    ``progress`` is called with (stage, done, total) during long work. A context manager; :meth:`close` gives
-    the device back. Several threads may use it: their steps take turns.
+    The arguments are the fields of :class:`~xinfer_vk.engine.config.EngineConfig`, which may be given whole
+    in the place of ``model``; ``n_ctx`` is another name of ``context``. ``progress`` is called with
+    (stage, done, total) during long work. A context manager: leaving it calls :meth:`close`. Several threads
+    may use it: their steps take turns.
 
     Raises :class:`ModelError`, :class:`DownloadError`, :class:`DeviceError`, :class:`OutOfMemoryError`
     and :class:`UsageError`.
@@ -72,86 +66,89 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path = DEFAULT_MODEL,
+        model: str | Path | EngineConfig = DEFAULT_MODEL,
         *,
         device: str | int | None = None,
         kv_dtype: str = "f16",
         quantize: str | None = None,
-        activations: str = "f32",
+        activations: Activations = "f32",
         context: int | None = None,
+        n_ctx: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         sampler: Sampler = "device",
         tune: Tune = "quick",
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
-        for name, value in (("context", context), ("prefill chunk", prefill_chunk)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
-        if sampler not in ("device", "cpu"):
-            raise UsageError(f"sampler is {sampler!r}: it is device or cpu")
-        if activations not in ("f32", "int8"):
-            raise UsageError(f"activations is {activations!r}: it is f32 or int8")
-        if quantize is not None:
-            check_type(quantize)
-        self.kv_dtype, self.context, self.prefill_chunk = kv_dtype, context, prefill_chunk
-        self.activations = activations
-        self.sampler: Sampler = sampler
+        if n_ctx is not None:
+            if context not in (None, n_ctx):
+                raise UsageError(
+                    f"context is {context!r} and n_ctx {n_ctx!r}: they are one setting, give one"
+                )
+            context = n_ctx
+        if progress is not None and not callable(progress):
+            raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
+        given = EngineConfig(
+            DEFAULT_MODEL if isinstance(model, EngineConfig) else model, device, kv_dtype, quantize,
+            activations, context, prefill_chunk, sampler, tune,
+        )  # fmt: skip
+        if isinstance(model, EngineConfig):
+            if given != EngineConfig():
+                raise UsageError("an EngineConfig has every argument: put the others into it")
+            given = model
+        self.engine_config = given
+        self.kv_dtype, self.context, self.prefill_chunk = given.kv_dtype, given.context, given.prefill_chunk
+        self.activations, self.sampler = given.activations, given.sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
         self._lock = threading.RLock()  # held during each step
-        with open_model(resolve_model(str(model), progress)) as source:
+        self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
+        self._closed = False
+        with open_checkpoint(given, progress) as source:
             self.name, self.config = source.name, source.config
-            if context is not None and context > self.config.max_position:
-                raise UsageError(
-                    f"context {context} is more than the {self.config.max_position} tokens that {self.name} "
-                    "was made for: use less"
-                )
-            vector_words(kv_dtype, self.config.head_dim)  # says what cannot be, before anything is loaded
-            self._notes = source.notices
-            if quantize is not None:
-                source, notes = quantized(source, quantize)
-                self._notes += notes
+            given.check_model(self.config, self.name)  # before anything is loaded
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
             self.instruct = is_instruct(source)
             self.thinks = thinks(self.tokenizer, self.chat_template.text)
             self.eos_ids = eos_ids(source, self.tokenizer)
-            self.dtype = main_format(source)
             self.generation_config = source.generation_config
-            self.runtime: Runtime = open_runtime(device)
+            if not source.tensors:
+                main_format(source)  # says so
+            self.runtime: Runtime = open_runtime(given.device)
             try:
-                planner = WeightPlanner(source, self.runtime.profile)
-                self.weights = family(self.config.architecture).load(planner, self.config)
-                self.weight_bytes = planner.total_bytes
-                if activations == "int8":
-                    self._notes += check_int8(self.weights, self.config.experts is not None)
-                stage = "loading weights" if quantize is None else f"quantizing to {quantize}"
-                planner.upload(self.runtime, self._stage(stage))
-                self._notes += tune_products(
-                    self.runtime, matrices(self.weights), tune, activations=activations,
-                    progress=self._stage("choosing kernels"),
-                )  # fmt: skip
+                loaded = load(source, self.runtime, given, progress)
             except BaseException:
                 self.runtime.close()
                 raise
+        self.weights, self.weight_bytes, self.dtype = loaded.weights, loaded.weight_bytes, loaded.fmt
+        self._notes = loaded.notices
         self.load_s = time.perf_counter() - started
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"on {self.runtime.profile.name}"
+        return f"<LLM {self.name} ({self.config.architecture}, {self.dtype}), {state}>"
 
     # -- what there is ------------------------------------------------------------------------
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the device, the checkpoint and the weights, a line each."""
+        """Notes about the device, the checkpoint and the weights, one line each."""
         return (*self.runtime.notices, *self._notes)
 
     @property
     def capacity(self) -> int:
-        """Tokens the KV cache holds now; 0 before the first call."""
+        """Tokens that one sequence may have in the KV cache; 0 before the first call."""
         return self._runner.cache.capacity if self._runner else 0
 
     @property
+    def compile_s(self) -> float:
+        """Seconds spent on compiling kernels since the KV cache was made; 0 before the first call."""
+        return self._runner.compile_s if self._runner else 0.0
+
+    @property
     def cached_tokens(self) -> int:
-        """Tokens that the KV cache has room for, of all sequences together; 0 before the first call."""
+        """Tokens of all sequences together that the KV cache has room for; 0 before the first call."""
         return self._runner.cache.allocator.count * BLOCK_TOKENS if self._runner else 0
 
     # -- prompts ------------------------------------------------------------------------------
@@ -167,23 +164,41 @@ class LLM:
         """Token ids of a prompt. Unless ``raw`` (default: for models without a chat template), the
         prompt becomes a user message in the model's chat template, after ``system`` if given; text
         that looks like a special token stays text. ``template_args``: variables for the template, such as
-        ``{"enable_thinking": False}``. Raises :class:`UsageError` for one that it does not know."""
+        ``{"enable_thinking": False}``. Raises :class:`UsageError` for an unknown variable."""
         if raw is None:
             raw = not self.instruct
         if raw:
             if template_args:
                 raise UsageError(
-                    "template arguments need a chat template: leave out --raw, or use an instruct model"
+                    f"template arguments need a chat template: leave out {setting('raw')}, or use an "
+                    "instruct model"
                 )
             if system is not None:
                 raise UsageError(
-                    "a system text needs a chat template: leave out --raw, or use an instruct model"
+                    f"a system text needs a chat template: leave out {setting('raw')}, or use an instruct "
+                    "model"
                 )
             return self.tokenizer.encode(prompt, parse_special=True)
         self.chat_template.check_variables(template_args or {})
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": prompt})
         return encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
+
+    def tokenize(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
+        """Token ids of a text as it is, without the chat template. ``add_bos``: begin with the
+        begin-of-sequence token; None does so if the model was trained with it. ``special``: read what spells
+        a special token as that token."""
+        return self.tokenizer.encode(text, parse_special=special, add_bos=add_bos)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids. ``skip_special`` leaves special tokens out. Raises :class:`UsageError` for
+        anything but ids of the vocabulary."""
+        ids = as_ids(token_ids)
+        if ids:
+            self._check_ids(ids)
+        return self.tokenizer.decode(ids, skip_special)
+
+    decode = detokenize
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -197,22 +212,26 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> GenerationStream:
-        """Generate from a text or from token ids, as an iterator over pieces of text.
+        """Generate from a text or token ids. Returns an iterator over pieces of text.
 
-        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`.
-        ``params`` says how tokens are chosen and when to stop; ``fields`` are fields of it
-        (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens`` is cut to what the context has room
-        for. Setting ``stop_event`` from another thread ends the generation within a step. Raises
-        :class:`UsageError` for an empty prompt, one longer than the context, or a bad parameter.
+        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`. For token ids, ``raw`` says
+        whether the text continues theirs, with the space between them, or answers it.
+        ``params``: how tokens are chosen and when to stop; ``fields`` override its fields
+        (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens``, also called ``max_tokens``, is cut to
+        what the context has room for. Setting ``stop_event`` from another thread ends the generation within a
+        step. Raises :class:`UsageError` for an empty prompt, one longer than the context, or a bad parameter.
         """
         started = time.perf_counter()
         params = self._params(params, fields)
         ids = self._prompt_ids(prompt, system, raw, template_args)
-        generation = self._generation(ids, params, started, stop_event or threading.Event())
+        event = stop_event or threading.Event()
+        generation = self._generation(ids, params, started, event, self._continues(raw))
         generation.want_prompt_logprobs = prompt_logprobs
-        return GenerationStream(self._begin, generation, self._complete)
+        stream = GenerationStream(self._begin, generation, self._complete)
+        self._streams.add(stream)
+        return stream
 
     def generate(
         self,
@@ -224,9 +243,10 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """:meth:`stream` to the end."""
+        """Generate from a text or token ids, to the end. The arguments are those of :meth:`stream`;
+        ``prompt_logprobs`` also computes the log-probability of each prompt token after the first."""
         return self.stream(
             prompt,
             params,
@@ -238,9 +258,11 @@ class LLM:
             **fields,
         ).result
 
+    __call__ = generate
+
     def batch(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -251,19 +273,19 @@ class LLM:
         stop_event: threading.Event | None = None,
         on_result: Callable[[GenerationResult], None] | None = None,
         on_step: Callable[[int], None] | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> list[GenerationResult]:
-        """Generate from several prompts as one ragged batch, ``n`` samples of each. Samples of a prompt,
-        and prompts that are the same, share KV blocks. ``params`` may be one for each prompt.
-        ``on_result`` is called with each result as it ends (when an exception ends the batch, with what
-        there is of the others too), ``on_step`` after each step with the number of
-        tokens made so far; the list is in the order of the prompts, samples of a prompt together.
+        """Generate from an iterable of prompts as one ragged batch, ``n`` samples of each. Samples of one
+        prompt, and equal prompts, share KV blocks. ``params``: for all prompts, or a list with one for each.
+        ``on_result`` is called with each result as it ends; if an exception ends the batch, also with the
+        partial results of the others. ``on_step`` is called after each step with the number of tokens made so
+        far. The list is in the order of the prompts, with the samples of a prompt together. Raises what
+        :meth:`stream` raises.
         """
         started = time.perf_counter()
-        if not isinstance(n, int) or n < 1:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise UsageError(f"n is {n!r}: it must be at least 1")
-        if isinstance(prompts, str) or not prompts:
-            raise UsageError("prompts must be a list of at least one prompt")
+        prompts = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [self._params(params, fields)] * len(prompts)
         else:
@@ -274,21 +296,20 @@ class LLM:
         generations: list[Generation] = []
         first_with: dict[tuple[int, ...], Generation] = {}  # by its prompt
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
-            leader = self._generation(
-                self._prompt_ids(prompt, system, raw, template_args), chosen, started, event
-            )
+            ids = self._prompt_ids(prompt, system, raw, template_args)
+            leader = self._generation(ids, chosen, started, event, self._continues(raw))
             leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
             if not prompt_logprobs:  # those need every prompt token to be run
                 other = first_with.setdefault(tuple(leader.prompt_ids), leader)
                 leader.leader = None if other is leader else other
             generations.append(leader)
             for sample in range(1, n):
-                generations.append(sibling(leader, sample, *self._decoders(leader.prompt_ids)))
+                generations.append(sibling(leader, sample, *self._decoders(ids, self._continues(raw))))
         needs = [g.needs_capacity for g in generations]
         rows = min(len(generations), MAX_OUTPUTS)
         with self._lock:
             runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
-        scheduler = Scheduler(runner, self.sampler, lock=self._lock)
+        scheduler = Scheduler(runner, self.sampler, lock=self._lock, check=self._check_open)
         for generation in generations:
             scheduler.add(generation)
 
@@ -308,6 +329,19 @@ class LLM:
             raise
         return [generation.result() for generation in generations]
 
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Mapping[str, Any]],
+        /,
+        params: SamplingParams | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        stop_event: threading.Event | None = None,
+        **fields: Unpack[SamplingOptions],
+    ) -> GenerationResult: ...
+
+    @overload
     def chat(
         self,
         *,
@@ -317,15 +351,56 @@ class LLM:
         on_full: OnFull = "drop-oldest",
         messages: Sequence[Mapping[str, Any]] = (),
         template_args: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> ChatSession:
-        """A conversation, which keeps what it has read in the KV cache from turn to turn.
+        **fields: Unpack[SamplingOptions],
+    ) -> ChatSession: ...
 
-            session = llm.chat(system="You are terse.", temperature=0.7)
+    def chat(self, *conversation: Any, **arguments: Any) -> GenerationResult | ChatSession:
+        """Answer a list of messages, the last of them the user's, once::
+
+            result = llm.chat([{"role": "user", "content": "What is Vulkan?"}], max_tokens=60)
+
+        ``template_args`` and ``stop_event`` are those of :meth:`generate`. Nothing is remembered between two
+        calls. Without messages as the first argument it is :meth:`session`. Raises :class:`UsageError` for a
+        model without a chat template and for messages that are no conversation.
+        """
+        if not conversation:
+            return self.session(**arguments)
+        return self._chat_once(*conversation, **arguments)
+
+    def _chat_once(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        stop_event: threading.Event | None = None,
+        **fields: Unpack[SamplingOptions],
+    ) -> GenerationResult:
+        messages = as_messages(messages)
+        if not self.instruct:
+            raise UsageError(f"{self.name} has no chat template, so it cannot chat: use an instruct model")
+        self.chat_template.check_variables(template_args or {})
+        ids = encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
+        return self.generate(ids, params, stop_event=stop_event, **fields)
+
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        context: int | None = None,
+        on_full: OnFull = "drop-oldest",
+        messages: Sequence[Mapping[str, Any]] = (),
+        template_args: Mapping[str, Any] | None = None,
+        **fields: Unpack[SamplingOptions],
+    ) -> ChatSession:
+        """Begin a conversation. It keeps its tokens in the KV cache between turns.
+
+            session = llm.session(system="You are terse.", temperature=0.7)
             for piece in session.send("What is Vulkan?"):
                 print(piece, end="", flush=True)
 
-        :class:`~xinfer_vk.engine.session.ChatSession` says what the arguments mean; ``fields`` are
+        The arguments are those of :class:`~xinfer_vk.engine.session.ChatSession`; ``fields`` override
         fields of ``params``. Raises :class:`UsageError` for a model without a chat template.
         """
         from xinfer_vk.engine.session import ChatSession
@@ -352,7 +427,7 @@ class LLM:
         stop_event: threading.Event | None = None,
         on_estimate: Callable[[int, int, float], None] | None = None,
     ) -> Perplexity:
-        """How well the model predicts a text, or token ids: ``exp`` of their mean negative log-likelihood.
+        """Measure perplexity on a text or token ids: ``exp`` of the mean negative log-likelihood.
 
         ``context``: tokens of a window, 512 unless given. ``convention``: "huggingface" slides the window by
         ``stride`` tokens (half a window unless given), each scores what is new in it; "llama.cpp" puts
@@ -383,7 +458,8 @@ class LLM:
         )
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Logits after every token of a text: ``float32 [len(token_ids), vocabulary]``."""
+        """Logits after each token: ``float32 [len(token_ids), vocabulary]``. Raises :class:`UsageError` for
+        anything but token ids, and for more than the context holds."""
         ids = as_ids(token_ids)
         self._check_ids(ids)
         room = self.context or self.config.max_position
@@ -407,9 +483,19 @@ class LLM:
     # -- life ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give all device memory back. The object cannot be used afterwards."""
-        self._runner = None
-        self.runtime.close()
+        """Free all device memory, after the step under way. The object cannot be used afterwards: generations
+        of other threads, open streams and later calls raise :class:`UsageError`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            end_streams(self._streams, CLOSED)
+            self._runner = None
+            self.runtime.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(CLOSED)
 
     def __enter__(self) -> LLM:
         return self
@@ -429,10 +515,18 @@ class LLM:
         if bad is not None:
             raise UsageError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
-    def _params(self, params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
+    def _params(self, params: SamplingParams | None, fields: SamplingOptions) -> SamplingParams:
         params = (params or SamplingParams()).replace(**fields)
         params.check_vocabulary(self.config.vocab_size)
         return params
+
+    def check_prompt(self, prompt: str, raw: bool | None = None) -> None:
+        """Raise :class:`UsageError` for a prompt without text. White space is a text to go on with, but no
+        message to answer."""
+        if not (prompt if self._continues(raw) else prompt.strip()):
+            raise UsageError(
+                "the prompt is empty: give some text" + said("", " with --prompt, --file or standard input")
+            )
 
     def _prompt_ids(
         self,
@@ -442,10 +536,7 @@ class LLM:
         template_args: Mapping[str, Any] | None,
     ) -> list[int]:
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UsageError(
-                    "the prompt is empty: give some text with --prompt, --file or standard input"
-                )
+            self.check_prompt(prompt, raw)
             ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
         else:
             ids = as_ids(prompt)
@@ -457,7 +548,7 @@ class LLM:
         tokens than the sampler has room for."""
         room = self.context or self.config.max_position
         if len(ids) >= room:
-            larger = "a larger --context or " if room < self.config.max_position else ""
+            larger = f"a larger {setting('context')} or " if room < self.config.max_position else ""
             raise UsageError(
                 f"the prompt is {len(ids)} tokens, longer than the context of {room} has room for: use "
                 f"{larger}a shorter prompt"
@@ -468,20 +559,28 @@ class LLM:
             )
 
     def _generation(
-        self, ids: list[int], params: SamplingParams, started: float, stop_event: threading.Event
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        started: float,
+        stop_event: threading.Event,
+        continues: bool = False,
     ) -> Generation:
+        """``continues``: the text goes on with the prompt's, instead of answering it."""
         self.check_fits(ids, params)
         room = self.context or self.config.max_position
         if params.max_new_tokens > room - len(ids):
             params = params.replace(
                 max_new_tokens=room - len(ids), min_new_tokens=min(params.min_new_tokens, room - len(ids))
             )
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        ends = frozenset(params.stop_token_ids) | self.tokenizer.special_ids_of(params.stop)
+        if not params.ignore_eos:
+            ends |= self.eos_ids
         bad = bad_word_ids(
             params, lambda text: self.tokenizer.encode(text, parse_special=False, add_bos=False)
         )
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        decoder, splitter = self._decoders(ids)
+        decoder, splitter = self._decoders(ids, continues)
         return Generation(
             prompt_ids=ids,
             params=params,
@@ -494,12 +593,19 @@ class LLM:
             stop_event=stop_event,
         )
 
-    def _decoders(self, prompt_ids: list[int]) -> tuple[StreamDecoder, ThinkingSplitter | None]:
+    def _continues(self, raw: bool | None) -> bool:
+        """Whether a text goes on with its prompt's: where no chat template makes an answer of it."""
+        return not self.instruct if raw is None else raw
+
+    def _decoders(
+        self, prompt_ids: list[int], continues: bool
+    ) -> tuple[StreamDecoder, ThinkingSplitter | None]:
         """What makes text of the tokens after a prompt, and tells the thinking in it from the answer."""
+        after = prompt_ids if continues else ()
         if not self.thinks:
-            return StreamDecoder(self.tokenizer), None
+            return StreamDecoder(self.tokenizer, after=after), None
         splitter = ThinkingSplitter(opened_by(self.tokenizer, prompt_ids))
-        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer)), splitter
+        return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer), after=after), splitter
 
     def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
         """A scheduler with one generation in it, on a cache of at least ``tokens``."""
@@ -507,7 +613,7 @@ class LLM:
             runner = self._runner_for(max(tokens, generation.needs_capacity))
         progress = self._stage("prefill")
         progress(0, len(generation.prompt_ids))
-        scheduler = Scheduler(runner, self.sampler, progress, self._lock)
+        scheduler = Scheduler(runner, self.sampler, progress, self._lock, self._check_open)
         scheduler.add(generation)
         return scheduler
 
@@ -515,9 +621,13 @@ class LLM:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
         the size replaces one that is too small, so that growing conversations do not record their plans
         anew at every call."""
+        self._check_open()
         needed, total = self.context or tokens, max(total or 0, self.context or tokens)
         old = self._runner
         if old is not None:
+            if old.cache.in_use:
+                for stream in list(self._streams):
+                    stream.end_if_left()
             cache = old.cache
             blocks = cache.allocator.count
             if (
@@ -564,21 +674,3 @@ class LLM:
         metrics.bytes_read_per_token = scheduler.bytes_read / max(1, scheduler.tokens_chosen)
         metrics.kv_bytes = scheduler.runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes
-
-
-def main_format(source: ModelSource) -> str:
-    """The number format most of the weights' bytes are in."""
-    sizes: dict[str, int] = {}
-    for tensor in source.tensors.values():
-        sizes[tensor.fmt] = sizes.get(tensor.fmt, 0) + tensor.bytes
-    return max(sizes, key=lambda fmt: sizes[fmt])
-
-
-def as_ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python integers. Raises :class:`UsageError` for anything else."""
-    try:
-        if not isinstance(tokens, (bytes, bytearray)):  # which are sequences of integers too
-            return [operator.index(token) for token in tokens]
-    except TypeError:
-        pass
-    raise UsageError(f"a prompt is a text or a list of token ids, not {type(tokens).__name__}")

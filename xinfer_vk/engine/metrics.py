@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
-@dataclass
+@dataclass(repr=False)
 class Metrics:
     """Times in seconds; the device is synchronised at every token."""
 
@@ -22,8 +22,9 @@ class Metrics:
     reused_tokens: int = 0  # those of the prompt that were in the cache already
     prefilled_tokens: int = 0  # those that were run
     prefill_s: float = 0.0
-    compile_s: float = 0.0  # making pipelines and recording plans on first use; in TTFT, not in the rates
+    compile_s: float = 0.0  # making pipelines and recording plans on first use; not in the rates
     ttft_s: float = 0.0
+    ttft_compile_s: float = 0.0  # of compile_s, what fell into TTFT
     token_s: list[float] = field(default_factory=list)  # of each token after the first: TPOT
     dispatches_per_token: int = 0
     bytes_read_per_token: float = 0.0
@@ -31,6 +32,9 @@ class Metrics:
     weight_bytes: int = 0
     peak_host_bytes: int = 0
     device_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"<Metrics {self.timing_line()}>"
 
     @property
     def decode_tokens(self) -> int:

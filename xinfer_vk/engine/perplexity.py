@@ -25,6 +25,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +33,7 @@ import numpy as np
 
 from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, make_runner
-from xinfer_vk.errors import NumericError, UsageError
+from xinfer_vk.errors import NumericError, UsageError, said
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM
@@ -122,7 +123,7 @@ class Windowing:
         return windows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Perplexity:
     """The perplexity of a text, or of what was scored of it before an interruption.
 
@@ -150,6 +151,9 @@ class Perplexity:
     def rate(self) -> float:
         """Tokens scored per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def __repr__(self) -> str:
+        return f"<Perplexity {self}: {self.tokens} tokens scored>"
 
     def __str__(self) -> str:
         """``12.345 ± 0.062``: the error with two digits, the value to the same place."""
@@ -189,6 +193,7 @@ def evaluate(
     started = time.perf_counter()
     ids = text_ids(llm.tokenizer, text, bos, max_tokens)
     llm._check_ids(ids)
+    llm._check_open()
     has_bos = ids[0] == llm.tokenizer.bos_id and (adds_bos(llm.tokenizer) if bos is None else bos)
     windows = windowing.over(len(ids))
     total = sum(window.end - window.first for window in windows)
@@ -242,7 +247,7 @@ def text_ids(
     check_max_tokens(max_tokens)
     if isinstance(text, str):
         if not text.strip():
-            raise UsageError("the text is empty: give some with --file or on standard input")
+            raise UsageError("the text is empty: give some" + said("", " with --file or on standard input"))
         ids = tokenizer.encode(text, parse_special=False, add_bos=bos)
     else:
         ids = [int(i) for i in text]
@@ -273,22 +278,24 @@ class Scorer:
     """
 
     def __init__(self, llm: LLM, ids: Sequence[int], context: int, first_token: int | None) -> None:
-        self._ids, self._first_token = ids, first_token
+        self._ids, self._first_token, self._llm = ids, first_token, llm
         self.logprobs = np.full(len(ids), np.nan)  # float64
         self.tokens_run = 0
         c = llm.config
         rows = min(MOST_ROWS, max(MAX_OUTPUTS, ROWS_BYTES // (4 * c.vocab_size)))
-        self._runner = make_runner(
-            llm.runtime,
-            c,
-            llm.weights,
-            llm.kv_dtype,
-            capacity=context,
-            max_tokens=llm.prefill_chunk,
-            max_outputs=1 << (rows.bit_length() - 1),
-            progress=llm._stage("compiling kernels"),
-            activation_dtype=llm.activations,
-        )
+        with llm._lock:
+            llm._check_open()
+            self._runner = make_runner(
+                llm.runtime,
+                c,
+                llm.weights,
+                llm.kv_dtype,
+                capacity=context,
+                max_tokens=llm.prefill_chunk,
+                max_outputs=1 << (rows.bit_length() - 1),
+                progress=llm._stage("compiling kernels"),
+                activation_dtype=llm.activations,
+            )
         self._cache = self._runner.cache
 
     def run(self, windows: Sequence[Window], finished: Callable[[Window], None]) -> Iterator[int]:
@@ -313,7 +320,8 @@ class Scorer:
         runner, context = self._runner, window.first - 1 - window.begin
         for at in range(0, context, runner.max_tokens):
             piece = tokens[at : min(at + runner.max_tokens, context)]
-            runner.run([Chunk(sequence, piece, "none")], "logprobs")
+            with self._turn():
+                runner.run([Chunk(sequence, piece, "none")], "logprobs")
             self.tokens_run += len(piece)
             yield 0
         step = min(runner.max_tokens, runner.max_outputs)
@@ -321,14 +329,15 @@ class Scorer:
             piece = tokens[at : at + step]
             target = window.begin + at + 1  # the token after the first of the piece
             targets = slice(target, target + len(piece))
-            runner.sampler.write_targets(self._ids[targets])
-            runner.run([Chunk(sequence, piece, "all")], "logprobs")
-            found = runner.sampler.read_targets(len(piece))
+            with self._turn():
+                runner.sampler.write_targets(self._ids[targets])
+                runner.run([Chunk(sequence, piece, "all")], "logprobs")
+                found = runner.sampler.read_targets(len(piece))
             if np.isnan(found).any():
                 which = target + int(np.isnan(found).argmax())
                 raise NumericError(
-                    f"the logits for token {which} of the text hold NaN; run `xinfer-vk selftest` to check "
-                    "the device, and check the model's weights"
+                    f"the logits for token {which} of the text hold NaN or +inf; run `xinfer-vk selftest` to "
+                    "check the device, and check the model's weights"
                 )
             self.logprobs[targets] = found
             self.tokens_run += len(piece)
@@ -336,5 +345,14 @@ class Scorer:
 
     def close(self) -> None:
         """Give the device memory back."""
-        self._runner.free()
-        self._cache.free()
+        with self._llm._lock:
+            if not self._llm._closed:  # which frees everything
+                self._runner.free()
+                self._cache.free()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """A step of an LLM that other threads may use, and close."""
+        with self._llm._lock:
+            self._llm._check_open()
+            yield

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.text.gguf_export import tokenizer_metadata
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_export import exported_config, exported_tensors
@@ -57,8 +57,9 @@ def quantize_model(
     errors.
 
     Nothing larger than a piece of a tensor is held in memory. Raises :class:`UsageError` for a ``kind`` that
-    is not supported, for an ``out`` that exists, is named as a part or cannot be written, and for a model
-    that is low-bit already; :class:`ModelError` for one that is damaged or cannot be expressed in GGUF.
+    is not supported, for an ``out`` that exists, is named as a part, is a file of the model itself or cannot
+    be written, and for a model that is low-bit already; :class:`ModelError` for one that is damaged or cannot
+    be expressed in GGUF.
     """
     check_type(kind, tuple(FILE_TYPES))
     if out.suffix != ".gguf":
@@ -67,8 +68,12 @@ def quantize_model(
         raise UsageError(
             f"{out}: is the name of one part of several, and one file is written: use another name"
         )
+    _refuse_itself(out, [model])
     refuse_existing(out, overwrite)
     with open_model(model) as source:
+        _refuse_itself(
+            out, [source.path, *(file.path for tensor in source.tensors.values() for file in tensor.files)]
+        )
         if source.kind == "gguf":
             keys, tensors = _from_gguf(source)
         else:
@@ -103,12 +108,20 @@ def quantize_model(
     return Written(out, size, weights, weight_bytes, dict(formats.most_common()), notes)
 
 
+def _refuse_itself(out: Path, files: Iterable[Path]) -> None:
+    """Raise :class:`UsageError` if ``out`` is one of the model's files, by this name or through a link."""
+    if out.exists() and any(out.samefile(file) for file in set(files) if file.exists()):
+        raise UsageError(
+            f"{out}: is the model that is read, and its copy of fewer bits would replace it: use another name"
+        )
+
+
 def _refuse_formats(tensors: Iterable[TensorInfo], name: str) -> None:
     for tensor in tensors:
         if tensor.fmt not in FORMATS:
             raise UsageError(
                 f"{name} has tensors in {tensor.fmt} (GPTQ or AWQ), which GGUF files cannot hold: "
-                "--allow-requantize converts them"
+                f"{setting('allow_requantize')} converts them"
             )
 
 

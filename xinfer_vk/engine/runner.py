@@ -16,7 +16,6 @@ import numpy as np
 
 from xinfer_vk.cache import CachedSequence, KVCache
 from xinfer_vk.engine.positions import RopeTables
-from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import appends, planned_context, query_tile
 from xinfer_vk.kernels.base import Ref
@@ -42,6 +41,7 @@ T = TypeVar("T")
 Outputs = Literal["none", "last", "all"]
 Head: TypeAlias = Literal["argmax", "logits", "logprobs"] | SamplerVariant
 
+LONG_COMPILE_S = 0.5  # who waits so long for a prompt's kernels will wait for those of decoding, too
 LONG_STEP_S = 0.4  # a dispatch that takes longer is for too many tokens: drivers give up on those of seconds
 FEWEST_PREFILL_TOKENS = 64  # fewer would read the weights too often
 MAX_AHEAD = 8  # decode steps in one plan
@@ -169,14 +169,16 @@ class ModelRunner:
 
         A step of many tokens may take seconds: between its submits ``stopped`` may say that it is not wanted
         any more, which raises :class:`StepStopped`. Raises :class:`OutOfMemoryError` when the cache is full
-        and :class:`NumericError` on NaN.
+        and :class:`NumericError` on NaN and +inf.
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
-        planned = planned_rows(self.runtime.profile, total)
+        planned, compiled = planned_rows(self.runtime.profile, total), self.compile_s
         recorded, self.last_plan = self._plan(
             planned, bucket(rows), head, 1, _decoding(chunks), self._context(planned, _longest(chunks))
         )
+        if self.compile_s - compiled > LONG_COMPILE_S and not _decoding(chunks):
+            self._prepare_decoding(chunks, rows, head)
         whole = recorded.run(stopped)
         self.device_s += recorded.seconds
         if not whole:
@@ -374,6 +376,13 @@ class ModelRunner:
             self.compile_s += time.perf_counter() - began
         return found
 
+    def _prepare_decoding(self, chunks: Sequence[Chunk], rows: int, head: Head) -> None:
+        """Compile what the token after a prompt needs before the prompt runs: while nothing is printed yet,
+        a progress bar can say how far it is."""
+        if rows and (head == "argmax" or isinstance(head, SamplerVariant)):
+            planned = planned_rows(self.runtime.profile, rows)
+            self._plan(planned, bucket(rows), head, 1, True, self._context(planned, _longest(chunks) + 1))
+
     def _make_plan(
         self, tokens: int, outputs: int, head: Head, ahead: int, decoding: bool = False, context: int = 0
     ) -> Plan:
@@ -423,7 +432,7 @@ class ModelRunner:
             words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
             self.bytes_read += words.nbytes
             out = words.view(np.float32).reshape(rows, logits.stride)
-            if np.isnan(out).any():
+            if not (out < np.inf).all():  # NaN is not, either
                 check_tokens(np.array([NAN_TOKEN]), [chunks[0].sequence.length], self.steps_run)
             return out
         words = self.runtime.read(self._result, 0, rows)
@@ -443,20 +452,6 @@ class ModelRunner:
         buffer = self.runtime.allocate(name, words, kind)
         self._buffers.append(buffer)
         return buffer
-
-
-def check_int8(weights: DecoderWeights, experts: bool) -> tuple[str, ...]:
-    """What the user should know of products in integers with these weights, a line each. ``experts``: some
-    are experts. Raises :class:`UsageError` if there are none, naming the formats."""
-    formats = {m.fmt for layer in (*weights.layers, weights.head) for m in matrices(layer)}
-    exact = sorted(formats - set(A8_FORMATS))
-    if len(exact) == len(formats):
-        raise UsageError(
-            f"activations in int8 need weights in {', '.join(A8_FORMATS)}; this model's are in "
-            f"{', '.join(exact)}: leave --activations out, or --quantize a model in 16 or 32 bits to q8_0"
-        )
-    notes = [f"activations stay exact where weights are in {', '.join(exact)}"] if exact else []
-    return (*notes, "activations of experts stay exact") if experts else tuple(notes)
 
 
 def make_runner(

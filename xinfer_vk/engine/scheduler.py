@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from xinfer_vk.engine.config import Sampler
 from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import Chunk, Head, ModelRunner, StepStopped
 from xinfer_vk.errors import UsageError
@@ -26,8 +27,6 @@ from xinfer_vk.sampling.device import RowParams
 from xinfer_vk.sampling.logprobs import TokenLogprobs, logprobs_of
 from xinfer_vk.sampling.params import SamplingParams
 
-Sampler = Literal["device", "cpu"]
-
 UNDER_WAY = "another generation is under way on this LLM: finish or cancel it first"
 
 
@@ -37,7 +36,8 @@ class Scheduler:
     ``sampler``: "device" brings four bytes a token back, "cpu" the whole row of logits, and samples
     with the NumPy reference. ``progress(done, total)`` hears of prompt tokens. ``lock`` is held during a
     step: several schedulers may share a runner, from several threads, and each step has the state buffer
-    and the sampler to itself.
+    and the sampler to itself. ``check`` is called before each step, with the lock; it raises if
+    there must be no more steps.
     """
 
     def __init__(
@@ -46,8 +46,10 @@ class Scheduler:
         sampler: Sampler = "device",
         progress: Callable[[int, int], None] | None = None,
         lock: AbstractContextManager[Any] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.runner, self.sampler = runner, sampler
+        self._check = check or (lambda: None)
         self._lock = lock or nullcontext()
         self._progress = progress
         self._waiting: deque[Generation] = deque()
@@ -59,6 +61,8 @@ class Scheduler:
         self._decoded = False
 
     def add(self, generation: Generation) -> None:
+        if generation.params.logits_processors:
+            self.sampler = "cpu"  # for all rows: the sampler's history on the device would miss tokens
         self._waiting.append(generation)
 
     @property
@@ -77,6 +81,7 @@ class Scheduler:
         Raises :class:`UsageError` when others have all rows of the cache, and what the runner raises.
         """
         with self._lock:
+            self._check()
             read = self.runner.bytes_read
             try:
                 return self._step()
@@ -290,8 +295,10 @@ class Scheduler:
             params = row_params(generation)
             position = len(generation.tokens)
             early = params.end_tokens if position < params.end_from else ()
+            raw = out[row]
+            logits = processed(generation, raw)
             sampled = reference.sample(
-                out[row],
+                logits,
                 generation.params,
                 generation.tokens,
                 params.seed,
@@ -299,7 +306,9 @@ class Scheduler:
                 position,
                 banned=(*params.banned, *early),
             )
-            return sampled.token, sampled.logprobs
+            if logits is raw or sampled.logprobs is None:
+                return sampled.token, sampled.logprobs
+            return sampled.token, logprobs_of(raw, sampled.token, generation.params.logprobs or 0)
         return int(out[row]), self._logprobs(row, generation)
 
     def _logprobs(self, row: int, generation: Generation) -> TokenLogprobs | None:
@@ -320,6 +329,23 @@ class Scheduler:
         self.runner.sampler.write_params([RowParams(params, target=target) for target in targets])
         self.runner.run([chunk], "logprobs")
         generation.prompt_logprobs += [self.runner.read_logprobs(row) for row in range(count)]
+
+
+def processed(generation: Generation, logits: np.ndarray) -> np.ndarray:
+    """The row after the caller's own functions, which get a copy. Raises :class:`UsageError` for one that
+    returns anything but such a row."""
+    for function in generation.params.logits_processors:  # type: ignore[union-attr]
+        out = np.asarray(function(generation.tokens, logits.copy()))
+        name = getattr(function, "__name__", type(function).__name__)
+        if out.shape != logits.shape or out.dtype.kind not in "fiu":
+            raise UsageError(
+                f"logits processor {name} returned {out.dtype} of shape {list(out.shape)}: it must return "
+                f"the logits, float32 of shape {list(logits.shape)}"
+            )
+        logits = out.astype(np.float32)
+        if np.isnan(logits).any() or np.isposinf(logits).any():
+            raise UsageError(f"logits processor {name} returned NaN or +inf: ban tokens with -inf")
+    return logits
 
 
 def row_params(generation: Generation) -> RowParams:

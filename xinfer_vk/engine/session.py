@@ -12,23 +12,27 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from xinfer_vk.cache import CachedSequence, KVCache
-from xinfer_vk.engine.generation import Generation, GenerationResult
+from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import ModelRunner
 from xinfer_vk.engine.scheduler import UNDER_WAY
-from xinfer_vk.engine.stream import GenerationStream
-from xinfer_vk.errors import UsageError
+from xinfer_vk.engine.stream import PieceStream, pieces
+from xinfer_vk.errors import UsageError, said, setting
 from xinfer_vk.fields import quoted
+from xinfer_vk.options import SamplingOptions
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.text.chat import encode_chat
 from xinfer_vk.text.thinking import Piece
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from xinfer_vk.engine.llm import LLM
 
 OnFull = Literal["drop-oldest", "refuse"]
@@ -54,23 +58,32 @@ class Kept:
     tokens: list[int]
 
 
-class ChatSession:
-    """A conversation with a model; :meth:`LLM.chat <xinfer_vk.engine.llm.LLM.chat>` makes one.
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer to ``text`` after ``turns``, of which the model does not read the oldest ``dropped``."""
 
-    ``system``: the system text; None leaves it to the template. ``params``: how answers are made, unless a
-    call says otherwise. ``context``: tokens the conversation may take; None is the LLM's, or else 4096 or
-    what the model was made for. ``on_full``: what happens when a message does not fit any more.
-    ``messages``: a conversation to go on with. ``template_args``: variables for the chat template, such as
-    ``{"enable_thinking": False}``.
+    generation: Generation
+    turns: list[Turn]
+    text: str
+    dropped: int
+
+
+class ChatSession:
+    """A conversation with a model; :meth:`LLM.session <xinfer_vk.engine.llm.LLM.session>` makes one.
+
+    ``system``: the system text; None leaves it to the template. ``params``: defaults of all answers.
+    ``context``: the most tokens of the conversation; None takes the LLM's context, or else 4096 or the
+    model's limit. ``on_full``: what happens when a message no longer fits. ``messages``: a conversation to
+    continue. ``template_args``: variables for the chat template, such as ``{"enable_thinking": False}``.
 
     A message fits when it leaves room for an answer: ``max_new_tokens``, or a quarter of the context if
-    that is less. Else "drop-oldest" leaves the oldest turns out of what the model reads, until half of
-    the context is free (so that this does not happen at every turn), and keeps the system text and the
-    messages themselves; "refuse" raises :class:`UsageError` and changes nothing.
+    that is less. Otherwise "drop-oldest" hides the oldest turns from the model until half of the context is
+    free, so that this does not happen at every turn; ``messages`` and the system text keep everything.
+    "refuse" raises :class:`UsageError` and changes nothing.
 
-    Between turns the cache is the session's as long as nothing else runs on the LLM and needs the room.
-    One thread at a time, except for ``cancel`` and ``stop_event``. Raises :class:`UsageError` for a model
-    without a chat template and for bad arguments.
+    Between turns the session keeps its place in the KV cache until another call needs the room. One thread
+    at a time, except for ``cancel`` and ``stop_event``. Raises :class:`UsageError` for a model without a chat
+    template and for bad arguments.
     """
 
     def __init__(
@@ -87,7 +100,7 @@ class ChatSession:
         if not llm.instruct:
             raise UsageError(
                 f"{llm.name} has no chat template, so it cannot chat: use an instruct model, "
-                "or xinfer-vk generate"
+                + said("or llm.generate", "or xinfer-vk generate")
             )
         if on_full not in get_args(OnFull):
             raise UsageError(f"on_full is {on_full!r}: it is {' or '.join(get_args(OnFull))}")
@@ -106,10 +119,14 @@ class ChatSession:
         self._unanswered: str | None = None  # the last message, if it was stopped before an answer began
         self._fill: int | None = 0
         self._kept: Kept | None = None
-        self._current: ChatStream | None = None
+        self._answering: Answer | None = None
+        self._current: weakref.ref[ChatStream] | None = None  # weak: an answer that is dropped ends at once
         self.messages = messages
         if system is not None:
             self.system = system
+
+    def __repr__(self) -> str:
+        return f"<ChatSession with {self.llm.name}: {len(self._turns)} turns, context {self.context}>"
 
     # -- what there is ------------------------------------------------------------------------
 
@@ -143,7 +160,7 @@ class ChatSession:
 
     @property
     def params(self) -> SamplingParams:
-        """How answers are made. Can be set."""
+        """The sampling parameters of answers. Can be set."""
         return self._params
 
     @params.setter
@@ -185,9 +202,9 @@ class ChatSession:
         params: SamplingParams | None = None,
         *,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
-        """Say something; the answer comes as an iterator over pieces of text.
+        """Send a message. Returns the answer as an iterator over pieces of text.
 
         ``fields`` are fields of SamplingParams, over ``params`` or the session's. The turn enters the
         conversation when its stream ends, however it ends: an answer that was interrupted stays as far as
@@ -203,9 +220,9 @@ class ChatSession:
         params: SamplingParams | None = None,
         *,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
-        """Answer the last message anew, as :meth:`send`. The answer before stays until there is another."""
+        """Answer the last message again, as :meth:`send`. The old answer stays until there is a new one."""
         self._stop_current()
         return self.edit(self._last_message("answer again"), params, stop_event=stop_event, **fields)
 
@@ -215,16 +232,16 @@ class ChatSession:
         params: SamplingParams | None = None,
         *,
         stop_event: threading.Event | None = None,
-        **fields: Any,
+        **fields: Unpack[SamplingOptions],
     ) -> ChatStream:
-        """Say something else instead of the last message, as :meth:`send`."""
+        """Replace the last message, as :meth:`send`."""
         self._stop_current()
         self._last_message("change")
         turns = self._turns if self._unanswered is not None else self._turns[:-1]
         return self._answer(turns, text, params, stop_event, fields)
 
     def undo(self) -> str:
-        """Take the last message and its answer back; returns the message."""
+        """Remove the last message and its answer. Returns the message."""
         self._stop_current()
         text = self._last_message("take back")
         if self._unanswered is None:
@@ -241,7 +258,7 @@ class ChatSession:
         self._changed()
 
     def close(self) -> None:
-        """Give the cache's room back. The conversation stays, and can go on."""
+        """Free the room in the KV cache. The conversation stays and can continue."""
         self._stop_current()
         kept, self._kept = self._kept, None
         if kept is not None and kept.cache.take_back(kept.sequence):
@@ -255,7 +272,7 @@ class ChatSession:
         text: str,
         params: SamplingParams | None,
         stop_event: threading.Event | None,
-        fields: dict[str, Any],
+        fields: SamplingOptions,
     ) -> ChatStream:
         started = time.perf_counter()
         if not text.strip():
@@ -268,8 +285,11 @@ class ChatSession:
             params = params.replace(max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
         generation = self.llm._generation(ids, params, started, stop_event or threading.Event())
         generation.keep_sequence = True
-        self._current = ChatStream(self, generation, turns, text, dropped)
-        return self._current
+        self._answering = Answer(generation, turns, text, dropped)
+        stream = ChatStream(self, self._answering)
+        self._current = weakref.ref(stream)
+        self.llm._streams.add(stream)
+        return stream
 
     def _fit(self, turns: list[Turn], text: str, params: SamplingParams) -> tuple[list[int], int]:
         """Token ids of the conversation with a new message, and how many turns had to be left out."""
@@ -288,7 +308,7 @@ class ChatSession:
             raise UsageError(
                 f"the context is full: with this message the conversation is {len(ids)} tokens, and "
                 f"{answer} of the {self.context} are kept for the answer; start a new conversation, take "
-                "turns back, or use a larger --context or --on-full drop-oldest"
+                f"turns back, or use a larger {setting('context')} or {setting('on_full', 'drop-oldest')}"
             )
         choices = range(dropped, len(turns) + 1)
         for target in (min(self.context // 2, most), most):
@@ -297,27 +317,28 @@ class ChatSession:
                 return prompt(choices[found]), choices[found]
         raise UsageError(
             f"the message is too long: it takes {len(prompt(len(turns)))} tokens by itself, and the context "
-            f"of {self.context} has room for {most} beside the answer: shorten it, or use a larger --context"
+            f"of {self.context} has room for {most} beside the answer: shorten it, or use "
+            f"a larger {setting('context')}"
         )
 
-    def _begin(self, stream: ChatStream) -> Iterator[Piece]:
+    def _begin(self, answer: Answer) -> Generator[Piece, None, None]:
         """Take the cache, cut it back to what is common, and run. Ends in :meth:`_ended`."""
-        if self._current is not stream:
+        if self._answering is not answer:
             raise UsageError("the conversation has gone on since this stream was made: send again")
-        llm, generation = self.llm, stream._generation
+        llm, generation = self.llm, answer.generation
         cache, intact = None, False
         try:
             scheduler = llm._begin(generation, self.context)
             cache = scheduler.runner.cache
             with llm._lock:
                 self._take(scheduler.runner, generation)
-            yield from GenerationStream(lambda _: scheduler, generation, llm._complete)
+            yield from pieces(lambda _: scheduler, generation, llm._complete)
             intact = True
         except GeneratorExit:  # closed between two steps
             intact = True
             raise
         finally:
-            self._ended(stream, cache, intact)
+            self._ended(answer, cache, intact)
 
     def _take(self, runner: ModelRunner, generation: Generation) -> None:
         """The conversation's sequence, as far as it begins like the prompt; at least the prompt's last
@@ -335,10 +356,10 @@ class ChatSession:
             generation.fed = 0
         cache.truncate(kept.sequence, generation.fed)
 
-    def _ended(self, stream: ChatStream, cache: KVCache | None, intact: bool) -> None:
+    def _ended(self, answer: Answer, cache: KVCache | None, intact: bool) -> None:
         """Keep the tokens for the next turn, and the turn in the conversation. After an error the cache is
         not trusted (it may hold NaN), but what was said is kept all the same."""
-        generation, self._current = stream._generation, None
+        generation, self._answering, self._current = answer.generation, None, None
         sequence, generation.sequence = generation.sequence, None
         if cache is not None and sequence is not None:
             with self.llm._lock:
@@ -350,15 +371,16 @@ class ChatSession:
                     cache.close(sequence)
         text = generation.result().text
         if text or generation.finish_reason in ("stop", "length"):
-            self._turns, self._dropped = [*stream._turns, Turn(stream._text, text)], stream._dropped
+            self._turns, self._dropped = [*answer.turns, Turn(answer.text, text)], answer.dropped
             self._changed()
         else:
-            self._unanswered = stream._text
+            self._unanswered = answer.text
 
     def _stop_current(self) -> None:
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        stream = self._current() if self._current is not None else None
+        if stream is not None:
+            stream.close()
+        self._answering = self._current = None
 
     def _changed(self) -> None:
         self._unanswered, self._fill = None, None
@@ -384,47 +406,18 @@ class ChatSession:
         return encode_chat(self.llm.tokenizer, self.llm.chat_template, messages, **self.template_args)
 
 
-class ChatStream:
-    """An answer under way. Iterate to get text as it is made, whole characters only, thinking included
-    (``piece.thinking``); :attr:`result` is there afterwards."""
+class ChatStream(PieceStream):
+    """An answer of a conversation under way; see :class:`~xinfer_vk.engine.stream.PieceStream`.
+    ``newly_dropped``: how many more of the oldest turns the model does not read, because the context is full.
+    Of the result, ``metrics.reused_tokens`` of the prompt were in the cache and ``metrics.prefilled_tokens``
+    were run. One that is closed before its first piece leaves no trace."""
 
-    def __init__(
-        self, session: ChatSession, generation: Generation, turns: list[Turn], text: str, dropped: int
-    ) -> None:
-        self._session, self._generation = session, generation
-        self._turns, self._text, self._dropped = turns, text, dropped
-        self.newly_dropped = max(0, dropped - session.dropped_turns)
-        self._iterator = session._begin(self)
+    def __init__(self, session: ChatSession, answer: Answer) -> None:
+        self.newly_dropped = max(0, answer.dropped - session.dropped_turns)
+        super().__init__(answer.generation, session._begin(answer))
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __enter__(self) -> ChatStream:
         return self
-
-    def __next__(self) -> Piece:
-        return next(self._iterator)
-
-    def cancel(self) -> None:
-        """End the answer after the step under way; safe from another thread or a signal handler."""
-        self._generation.stop_event.set()
-
-    def close(self) -> None:
-        """End the answer here, with the last piece given out. One that was never begun leaves no trace."""
-        try:
-            cast(Any, self._iterator).close()
-        except ValueError:
-            raise UsageError("an answer is under way in another thread: cancel it first") from None
-
-    @property
-    def result(self) -> GenerationResult:
-        """The whole answer; runs what is left of it first. ``metrics.reused_tokens`` of its prompt were in
-        the cache, ``metrics.prefilled_tokens`` were run."""
-        for _ in self:
-            pass
-        return self.partial_result
-
-    @property
-    def partial_result(self) -> GenerationResult:
-        """What there is so far, without running anything."""
-        return self._generation.result()
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

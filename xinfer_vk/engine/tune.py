@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from xinfer_vk import __version__
+from xinfer_vk.engine.config import Tune
 from xinfer_vk.errors import DeviceLostError, OutOfMemoryError, UsageError, XinferError
 from xinfer_vk.folders import keep, optional_cache_folder
 from xinfer_vk.kernels import matmul_a8
@@ -35,7 +36,6 @@ from xinfer_vk.kernels.quantize_rows import quantize_rows, quantized_words
 from xinfer_vk.plan import Buffer, BufferKind, DeviceProfile, Plan, Runtime, Step
 from xinfer_vk.weights.device import Matrix
 
-Tune = Literal["off", "quick", "full"]
 TUNE_CHOICES: tuple[Tune, ...] = ("off", "quick", "full")
 # Rows of x that are tried; the buckets between go with the next one above.
 QUICK_TOKENS, FULL_TOKENS = (1, 8, 16, 64, 512), (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -84,8 +84,9 @@ def tune(
 ) -> tuple[str, ...]:
     """Find the fastest variants for ``matrices`` and put them into ``runtime.profile``; what the user should
     be told, a line each. ``quick`` tries five numbers of rows and the likely variants, ``full`` all of both;
-    ``off`` does nothing, and neither does a device with nothing to choose. ``activations``: "f32" or "int8",
-    in which the matrices' products are made where their format allows. ``folder``: where choices are kept."""
+    ``off`` does nothing, and neither does a device with nothing to choose; ``full`` reports what it did.
+    ``activations``: "f32" or "int8", in which the matrices' products are made where their format allows.
+    ``folder``: where choices are kept."""
     if how not in TUNE_CHOICES:
         raise UsageError(f"tune is {how!r}: it is one of {', '.join(TUNE_CHOICES)}")
     if how == "off":
@@ -102,7 +103,8 @@ def tune(
         if shape.rows * shape.tokens <= LARGEST_RESULT and len(shape.variants(runtime.profile, True)) > 1
     }
     if not shapes:
-        return ()
+        device = runtime.profile.name
+        return (f"{device} has one kernel for each product: tuning changes nothing",) if how == "full" else ()
     file = ChoiceFile(folder or optional_cache_folder("tuned"), runtime)
     known = file.choices.keys() if how == "quick" else file.thorough
     missing = [shape for shape in shapes if shape.key not in known]
@@ -133,6 +135,12 @@ def tune(
     for of_any in by_shape:
         _fill_buckets(tuned, of_any, tried)
     runtime.profile = replace(runtime.profile, tuned=tuned)
+    if how == "full":
+        faster = sum(file.choices[shape.key] != "default" for shape in shapes)
+        problems.append(
+            f"tuned {len(shapes)} products, {len(missing)} of them now: {faster} use another kernel than the "
+            "default"
+        )
     return tuple(problems)
 
 

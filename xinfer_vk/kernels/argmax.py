@@ -14,14 +14,17 @@ from xinfer_vk.kernels import state as st
 from xinfer_vk.kernels.base import Ref, ceil_div
 from xinfer_vk.plan import Buffer, DeviceProfile, Kernel, OracleCall, Step, make_step
 
-NAN_RESULT = 0xFFFFFFFF  # what a row with NaN anywhere gives
+NAN_RESULT = 0xFFFFFFFF  # what a row with NaN or +inf anywhere gives
+NONE_RESULT = 0xFFFFFFFE  # what a row of nothing but -inf gives
+MINUS_INFINITY_KEY = 0x007FFFFF  # order_keys of -inf
 
 
 def order_keys(bits: np.ndarray) -> np.ndarray:
-    """Order of f32 bit patterns as order of ``uint32``: -0 equals +0, NaN is above all."""
+    """Order of f32 bit patterns as order of ``uint32``: -0 equals +0, NaN is above all, and so is
+    +inf, which is an overflow."""
     bits = np.where(bits == 0x80000000, 0, bits).astype(np.uint32)
     keys = np.where(bits >> 31 != 0, ~bits, bits | np.uint32(0x80000000)).astype(np.uint32)
-    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, np.uint32(0xFFFFFFFF), keys)
+    return np.where((bits == 0x7F800000) | ((bits & 0x7FFFFFFF) > 0x7F800000), np.uint32(0xFFFFFFFF), keys)
 
 
 def best_pairs(values: np.ndarray, first: np.ndarray, step: int) -> np.ndarray:
@@ -51,6 +54,8 @@ def _join_oracle(call: OracleCall) -> None:
     for row, (keys, index) in enumerate(zip(all_keys, all_indices)):
         best = int(keys.max())
         result = NAN_RESULT if best == 0xFFFFFFFF else int(index[keys == best].min())
+        if best <= MINUS_INFINITY_KEY:
+            result = NONE_RESULT
         call.u32("result")[p.result_offset + row] = result
 
 
@@ -101,8 +106,8 @@ def argmax(
 ) -> list[Step]:
     """``result[i]`` = index of the largest of ``x[i][0 … n-1]`` for the outputs in use of ``rows``.
 
-    The lowest index wins ties; a row with NaN gives 0xFFFFFFFF. ``partials`` has
-    :func:`argmax_partial_words` words of room, from an even one on.
+    The lowest index wins ties; a row with NaN or +inf gives 0xFFFFFFFF, one of nothing but -inf
+    0xFFFFFFFE. ``partials`` has :func:`argmax_partial_words` words of room, from an even one on.
     """
     groups, local_size = _geometry(P, n)
     slices = groups * local_size

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.kernels.state import BLOCK_TABLE, BLOCK_TOKENS, TABLE_STRIDE
 
 WORD_DIMS = {"f32": 1, "f16": 2, "q8_0": 4, "q4_0": 8}
@@ -41,7 +41,7 @@ def data_words(kv_dtype: str, head_dim: int) -> int:
     if kv_dtype in QUANTIZED and head_dim % SCALE_DIMS:
         raise UsageError(
             f"head dim {head_dim} is not a multiple of {SCALE_DIMS}, as a {kv_dtype} KV cache needs: "
-            "use --kv-dtype f16"
+            f"use {setting('kv_dtype', 'f16')}"
         )
     return head_dim // WORD_DIMS[kv_dtype]
 

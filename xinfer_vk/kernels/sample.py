@@ -136,7 +136,7 @@ def sample(
     """``result[i]`` = the token drawn from ``logits[i]`` for the outputs in use of ``rows``.
 
     ``logits``: f32 ``[rows][logits_stride]``, of which the vocabulary's first words are read. Position and
-    number of rows come from ``state``, all else from ``buffers.parameters``. A row with NaN gives
+    number of rows come from ``state``, all else from ``buffers.parameters``. A row with NaN or +inf gives
     0xFFFFFFFF, one in which no token is possible 0xFFFFFFFE. ``segments``: as many as the rows need;
     ``sums``: whether one of them asks for sums of weights.
     """

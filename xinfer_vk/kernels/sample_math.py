@@ -5,7 +5,7 @@ bits, and sums differ with their order. Here everything after the logits is inte
 
 *key* (``uint32``)
     A logit's place in the order of floats; 0 for a token that cannot be chosen (-inf, banned, or cut
-    off by an earlier stage), 0xFFFFFFFF for NaN. Equal logits have equal keys, ties go by token id.
+    off by an earlier stage), 0xFFFFFFFF for NaN and +inf. Equal logits have equal keys, ties go by token id.
 *distance* (31 bits)
     How far a logit is below the largest, ``(top - x) * 2^F``. The subtraction is one f32 operation,
     rounded to nearest; the scaling by a power of two and the truncation are exact.
@@ -26,11 +26,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xinfer_vk.kernels.argmax import order_keys
+from xinfer_vk.kernels.argmax import MINUS_INFINITY_KEY, order_keys
 
 EXCLUDED = 0  # key of a token that cannot be chosen
 NAN_KEY = 0xFFFFFFFF
-MINUS_INFINITY_KEY = 0x007FFFFF  # order_keys of -inf
 
 FAR = (1 << 31) - 1  # the distance of everything that is too far to have a weight
 WEIGHT_BITS = 44  # the weight of the largest logit is 1 << 44
@@ -87,7 +86,7 @@ def distances(keys: np.ndarray, top: int, scale: Scale) -> np.ndarray:
         scaled = below * np.float32(scale.factor)
         steps = np.where(scaled < 2.0**31, scaled, 0).astype(np.int64)
     steps = np.where(scaled < 2.0**31, steps, FAR)
-    steps = np.where(keys == top, 0, steps)  # +inf - +inf is NaN, but it is no distance
+    steps = np.where(keys == top, 0, steps)
     return np.where(keys == EXCLUDED, FAR, steps)
 
 

@@ -58,7 +58,7 @@ def add_bias(logits: np.ndarray, tokens: np.ndarray, bias: np.ndarray) -> np.nda
     x = logits[tokens]
     changed = np.where(np.isneginf(bias), np.float32(-np.inf), settle(x + bias))
     out = logits.copy()
-    out[tokens] = np.where((bias == 0) | np.isneginf(x) | np.isnan(x), x, changed)
+    out[tokens] = np.where((bias == 0) | ~np.isfinite(x), x, changed)
     return out
 
 

@@ -68,6 +68,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # of what a block adds to the residual stream
     logit_scale: float = 1.0
     experts: ExpertConfig | None = None
+    ids_left_out: tuple[str, ...] = ()  # special tokens' ids outside the vocabulary: "eos_token_id 32000"
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer has experts where others have an MLP."""
@@ -95,6 +96,24 @@ class ModelConfig:
     def kv_dim(self) -> int:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
+
+
+class SpecialIds:
+    """Reads the ids of special tokens. Those outside the vocabulary can never be generated: they are left
+    out, and ``left_out`` names those that are ``given``, by the files and not by a family's defaults."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.left_out: list[str] = []
+
+    def read(self, f: Fields, key: str, given: bool = True) -> tuple[int, ...]:
+        ids = f.token_ids(key)
+        if given:
+            self.left_out += [f"{key} {i}" for i in ids if not self._inside(i)]
+        return tuple(i for i in ids if self._inside(i))
+
+    def _inside(self, token_id: int) -> bool:
+        return 0 <= token_id < self._vocab_size
 
 
 def refuse_unless_neutral(f: Fields, neutral: Mapping[str, Any], prefix: str = "") -> None:

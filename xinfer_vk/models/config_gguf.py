@@ -18,6 +18,7 @@ from xinfer_vk.models.config import (
     MAX_WIDTH,
     NOPE_PERIOD,
     ModelConfig,
+    SpecialIds,
     all_but_each,
     embedding_scale,
     read_heads,
@@ -79,6 +80,7 @@ def config_from_gguf(
     f = Fields(metadata, where)
     names = frozenset(tensor_names or ())
     arch = _gguf_architecture(f)
+    f = Fields(_same_in_every_layer(metadata, arch), where)
     neutral = {key: harmless for key, harmless in GGUF_NEUTRAL.items() if key not in GGUF_KEYS.get(arch, ())}
     refuse_unless_neutral(f, neutral, prefix=f"{arch}.")
 
@@ -108,9 +110,11 @@ def config_from_gguf(
             f"{where}: neither {vocab_key} nor tokenizer.ggml.tokens says how large the vocabulary is"
         )
     vocab_size = f.integer(vocab_key, counted, low=1, high=MAX_VOCABULARY)
+    special = SpecialIds(vocab_size)
     eos: tuple[int, ...] = ()
     for kind in ("eos", "eot", "eom"):
-        eos += f.token_ids(f"tokenizer.ggml.{kind}_token_id", vocab_size)
+        eos += special.read(f, f"tokenizer.ggml.{kind}_token_id")
+    bos = special.read(f, "tokenizer.ggml.bos_token_id")
 
     return ModelConfig(
         architecture=arch,
@@ -132,7 +136,8 @@ def config_from_gguf(
         mlp_bias="blk.0.ffn_gate.bias" in names,
         hidden_act="gelu_tanh" if arch in GEMMA else "silu",
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=f.integer("tokenizer.ggml.bos_token_id", None, high=vocab_size - 1),
+        bos_token_id=bos[0] if bos else None,
+        ids_left_out=tuple(special.left_out),
         layer_windows=tuple(window if here else None for here in sliding) if window < max_position else (),
         layer_ropes=_gguf_ropes(arch, sliding),
         local_rope_theta=f.number(f"{arch}.rope.freq_base_swa", 10000.0, low=1.0, high=1e15)
@@ -154,6 +159,21 @@ def _gguf_architecture(f: Fields) -> str:
     if why:
         raise f.wrong("general.architecture", f"{why}; supported: {', '.join(GGUF_ARCHITECTURES)}")
     return f.choice("general.architecture", GGUF_ARCHITECTURES)
+
+
+def _same_in_every_layer(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    """The metadata, where a list of the same number for every layer is that number."""
+    layers = metadata.get(f"{arch}.block_count")
+    return {
+        key: value[0]
+        if isinstance(value, list)
+        and key.startswith(f"{arch}.")
+        and len(value) == layers
+        and type(value[0]) in (int, float)
+        and value.count(value[0]) == len(value)
+        else value
+        for key, value in metadata.items()
+    }
 
 
 def _gguf_sliding_layers(f: Fields, arch: str, layers: int) -> tuple[bool, ...]:

@@ -18,6 +18,7 @@ from xinfer_vk.models.config import (
     MAX_WIDTH,
     NOPE_PERIOD,
     ModelConfig,
+    SpecialIds,
     all_but_each,
     embedding_scale,
     read_heads,
@@ -78,9 +79,11 @@ def config_from_hf(
     attention_bias = architecture != "qwen2" and f.flag("attention_bias", False)
     vocab_size = f.integer("vocab_size", low=1, high=MAX_VOCABULARY)
     generation = Fields(generation_config or {}, where.replace("config.json", "generation_config.json"))
-    eos = generation.token_ids("eos_token_id", vocab_size)
+    special = SpecialIds(vocab_size)
+    eos = special.read(generation, "eos_token_id")
     if "eos_token_id" in config or not eos:  # the family's default counts only where nothing else is said
-        eos += f.token_ids("eos_token_id", vocab_size)
+        eos += special.read(f, "eos_token_id", given="eos_token_id" in config)
+    bos = special.read(f, "bos_token_id", given="bos_token_id" in config)
 
     rope = rope_from_hf(f, max_position, head_dim, partial="partial_rotary_factor" in family.keys)
     if rope.scaling is not None and architecture != "gemma3":  # which has the scaled number
@@ -106,7 +109,8 @@ def config_from_hf(
         mlp_bias=architecture != "qwen2" and f.flag("mlp_bias", False),
         hidden_act=_hf_activation(f, architecture),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        bos_token_id=f.integer("bos_token_id", None, high=vocab_size - 1),
+        bos_token_id=bos[0] if bos else None,
+        ids_left_out=tuple(dict.fromkeys(special.left_out)),
         layer_windows=_hf_windows(f, family, sliding, max_position),
         layer_ropes=_hf_ropes(f, architecture, sliding),
         local_rope_theta=rope.local_theta,

@@ -11,6 +11,7 @@ from typing import Any
 from xinfer_vk.errors import UsageError
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.models.config_hf import config_from_hf
+from xinfer_vk.names import did_you_mean
 
 
 def _model(
@@ -94,6 +95,44 @@ def _gemma3(hidden: int, mlp: int, layers: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _gemma2(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, scalar: int
+) -> dict[str, Any]:
+    """Every other layer attends to a window of 4096."""
+    return _model(
+        "Gemma2ForCausalLM", hidden, mlp, layers, heads, kv_heads, 256000, tied=True, context=8192, theta=1e4,
+        eps=1e-6, head_dim=head_dim, hidden_activation="gelu_pytorch_tanh", sliding_window=4096,
+        query_pre_attn_scalar=scalar, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+        bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+
+
+def _granite(hidden: int, mlp: int, layers: int, *, attention: float, logits: float) -> dict[str, Any]:
+    return _model(
+        "GraniteForCausalLM", hidden, mlp, layers, 32, 8, 49159, tied=True, context=131072, theta=1e7,
+        eps=1e-5, attention_multiplier=attention, embedding_multiplier=12.0, logits_scaling=logits,
+        residual_multiplier=0.22, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def _olmo2(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    return _model(
+        "Olmo2ForCausalLM", hidden, mlp, layers, heads, heads, 100352, tied=False, context=4096, theta=5e5,
+        eps=1e-6, eos_token_id=100257,
+    )  # fmt: skip
+
+
+def _phi3(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, *, context: int, theta: float,
+    window: int | None, eos: int,
+) -> dict[str, Any]:  # fmt: skip
+    return _model(
+        "Phi3ForCausalLM", hidden, mlp, layers, heads, kv_heads, vocab, tied=False, context=context,
+        theta=theta, eps=1e-5, sliding_window=window, original_max_position_embeddings=context,
+        eos_token_id=eos,
+    )  # fmt: skip
+
+
 def _llama2(
     hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, context: int = 4096
 ) -> dict[str, Any]:
@@ -124,6 +163,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _qwen3moe(4096, 1536, 94, 64),  # Qwen/Qwen3-235B-A22B
     "gemma-3-270m": _gemma3(640, 2048, 18),  # google/gemma-3-270m-it
     "gemma-3-1b": _gemma3(1152, 6912, 26),  # google/gemma-3-1b-it
+    "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, 256, 256),  # google/gemma-2-2b-it
+    "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, 256, 256),  # google/gemma-2-9b-it
+    "gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, 128, 144),  # google/gemma-2-27b-it
+    # ibm-granite/granite-3.3-2b-instruct and so on
+    "granite-3.3-2b": _granite(2048, 8192, 40, attention=0.015625, logits=8.0),
+    "granite-3.3-8b": _granite(4096, 12800, 40, attention=0.0078125, logits=16.0),
+    "olmo-2-1b": _olmo2(2048, 8192, 16, 16),  # allenai/OLMo-2-0425-1B
+    "olmo-2-7b": _olmo2(4096, 11008, 32, 32),  # allenai/OLMo-2-1124-7B
+    "olmo-2-13b": _olmo2(5120, 13824, 40, 40),  # allenai/OLMo-2-1124-13B
+    # microsoft/Phi-3-mini-4k-instruct, microsoft/phi-4
+    "phi-3-mini": _phi3(3072, 8192, 32, 32, 32, 32064, context=4096, theta=1e4, window=2047, eos=32000),
+    "phi-4": _phi3(5120, 17920, 40, 40, 10, 100352, context=16384, theta=250000.0, window=None, eos=100265),
+    "smollm3-3b": _model(  # HuggingFaceTB/SmolLM3-3B
+        "SmolLM3ForCausalLM", 2048, 11008, 36, 16, 4, 128256, tied=True, context=65536, theta=5e6, eps=1e-6,
+        no_rope_layer_interval=4, bos_token_id=128000, eos_token_id=128012,
+    ),
     "mistral-7b": _model(  # mistralai/Mistral-7B-Instruct-v0.3
         "MistralForCausalLM", 4096, 14336, 32, 32, 8, 32768, tied=False, context=32768, theta=1e6, eps=1e-5,
         sliding_window=None, bos_token_id=1, eos_token_id=2,
@@ -141,5 +196,6 @@ def shape_config(name: str) -> tuple[ModelConfig, dict[str, Any]]:
     """The config of a known shape, parsed and as the file has it. Raises :class:`UsageError` for a name
     that is not known."""
     if name not in SHAPES:
-        raise UsageError(f"the shape {name!r} is not known: choose from {', '.join(SHAPES)}")
+        remedy = did_you_mean(name, SHAPES) or f"choose from {', '.join(SHAPES)}"
+        raise UsageError(f"the shape {name!r} is not known: {remedy}")
     return config_from_hf(SHAPES[name], where=f"the shape {name}"), SHAPES[name]

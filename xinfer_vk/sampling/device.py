@@ -118,8 +118,8 @@ class DeviceSampler:
         self, logits: Ref, stride: int, rows: int, result: Ref, state: Buffer, variant: SamplerVariant
     ) -> list[Step]:
         """Steps that put a token for each output in use (``state``) of ``rows`` into ``result``: the id, or
-        :data:`NAN_TOKEN` for a row with NaN, or :data:`NO_TOKEN` for one in which no token is possible.
-        ``logits`` stay as they are."""
+        :data:`NAN_TOKEN` for a row with NaN or +inf, or :data:`NO_TOKEN` for one in which no token is
+        possible. ``logits`` stay as they are."""
         steps = sample(
             self.runtime.profile,
             self.buffers,
@@ -144,14 +144,15 @@ class DeviceSampler:
 
     def read_logprobs(self, row: int) -> TokenLogprobs | None:
         """Log-probabilities of a row's token after a run, and of the most likely ones; None where the row
-        asked for none. Reads :meth:`logprobs_bytes` from the device. Raises :class:`NumericError` on NaN."""
+        asked for none. Reads :meth:`logprobs_bytes` from the device. Raises :class:`NumericError` on NaN
+        and +inf."""
         wanted = self._written[row].params.logprobs
         if wanted is None:
             return None
         words = self.runtime.read(self._logprobs, row * lay.LOGPROB_WORDS, self.logprobs_bytes(row) // 4)
         floats = words.view(np.float32)
         if np.isnan(floats[lay.LOGPROB_LOGIT]):
-            raise NumericError("no log-probabilities: the logits hold NaN, or no token is possible")
+            raise NumericError("no log-probabilities: the logits hold NaN or +inf, or no token is possible")
         low, high, count = (int(w) for w in words[lay.LOGPROB_SUM : lay.LOGPROB_COUNT + 1])
         pairs = slice(lay.LOGPROB_TOP, lay.LOGPROB_TOP + 2 * count)
         return from_parts(
@@ -166,7 +167,7 @@ class DeviceSampler:
 
     def read_targets(self, rows: int) -> np.ndarray:
         """Log-probabilities of the first ``rows`` rows' tokens after a run, ``float64 [rows]``, in one read
-        of 188 bytes a row. NaN where the logits hold NaN or no token is possible."""
+        of 188 bytes a row. NaN where the logits hold NaN or +inf, or no token is possible."""
         words = self.runtime.read(self._logprobs, 0, rows * lay.LOGPROB_WORDS).reshape(rows, -1)
         floats = words.view(np.float32)
         logit, largest = floats[:, lay.LOGPROB_LOGIT], floats[:, lay.LOGPROB_LARGEST]
@@ -200,8 +201,8 @@ def check_tokens(tokens: Sequence[int] | np.ndarray, positions: Sequence[int], s
     for token, position in zip(tokens, positions):
         if token == NAN_TOKEN:
             raise NumericError(
-                f"step {step}: the logits for position {position} hold NaN; run `xinfer-vk selftest` to "
-                "check the device, and check the model's weights"
+                f"step {step}: the logits for position {position} hold NaN or +inf; run `xinfer-vk selftest` "
+                "to check the device, and check the model's weights"
             )
         if token == NO_TOKEN:
             raise NumericError(

@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeGuard
+
+import numpy as np
 
 from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.fields import quoted
+from xinfer_vk.options import shown_fields
+
+# From prompt and answer so far and the logits after them, float32 [vocabulary], to logits of the same shape.
+LogitsProcessor = Callable[[Sequence[int], np.ndarray], np.ndarray]
 
 ADJUSTMENTS = ("penalties", "bias")
 STAGES = ("penalties", "bias", "top_k", "typical", "top_p", "min_p", "temperature")
@@ -47,31 +53,37 @@ class FrozenMap(dict):  # type: ignore[type-arg]
         return FrozenMap, (dict(self),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SamplingParams:
-    """How tokens are chosen, and when to stop. The defaults are greedy.
+    """How to choose tokens and when to stop. The default is greedy decoding.
 
-    Raises :class:`UsageError`, which names the field, its value and its range. What depends on the model
-    is checked by :meth:`check_vocabulary`.
+    Raises :class:`UsageError`, which names the field, its value and its range. :meth:`check_vocabulary`
+    checks token ids against a model.
 
-    Choosing (docs/sampling.md says what each one does, and in which order):
+    Choosing (docs/sampling.md explains each stage and their order):
 
-    * ``temperature``: 0 or less is greedy, else 1e-6 … 100.
-    * ``top_k``: the most likely ``k`` tokens; 0 is off.
-    * ``top_p``: the fewest tokens that hold this part of the probability; 1 or more is off.
-    * ``min_p``: tokens with at least this part of the largest probability; 0 is off.
-    * ``typical_p``: the fewest tokens of usual surprise that hold this part; 1 or more is off.
-    * ``repetition_penalty``: 1 is off. ``presence_penalty``, ``frequency_penalty``: 0 is off. They look
-      back over ``penalty_window`` tokens of prompt and answer; -1 is all of them.
-    * ``logit_bias``: added to the logits of tokens, by id; ``-inf`` bans one.
-    * ``seed``: the same seed gives the same tokens; None takes a new one each time.
-    * ``sampler_order``: the stages in order. One that is left out must be off.
+    * ``temperature``: 0 or less is greedy, otherwise 1e-6 to 100.
+    * ``top_k``: keep the ``k`` most likely tokens; 0 is off.
+    * ``top_p``: keep the most likely tokens up to this probability mass; 1 or more is off.
+    * ``min_p``: keep tokens with at least this fraction of the largest probability; 0 is off.
+    * ``typical_p``: locally typical sampling: keep tokens up to this probability mass; 1 or more is off.
+    * ``repetition_penalty``: 1 is off. ``presence_penalty``, ``frequency_penalty``: 0 is off. They cover the
+      last ``penalty_window`` tokens of prompt and answer; -1 covers all.
+    * ``logit_bias``: token id to a number that is added to its logit; ``-inf`` bans the token.
+    * ``seed``: the same seed gives the same tokens; None takes a new seed for each call.
+    * ``sampler_order``: the stages in order. A stage that is not in the list must be off.
 
-    Bounds: ``stop`` strings, ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens`` (no end before),
-    ``max_new_tokens``, ``bad_words`` (strings, or token ids in a row, that must not appear).
+    Bounds: ``stop`` strings, ``stop_token_ids``, ``ignore_eos``, ``min_new_tokens`` (no end earlier),
+    ``max_new_tokens`` (also called ``max_tokens``), ``bad_words`` (strings, or token ids in a row, that must
+    not appear).
 
     Reports: ``logprobs``: log-probabilities of the chosen token and of this many most likely ones; None
     is off.
+
+    ``logits_processors``: functions of your own, ``(token_ids, logits) -> logits``, called for each token
+    before everything else with prompt and answer so far and the row of logits, ``float32 [vocabulary]``. They
+    cost speed: the rows of every sequence of the batch come back to the host, 4 bytes for each entry of the
+    vocabulary, and the NumPy reference chooses the tokens there.
     """
 
     temperature: float = 0.0
@@ -93,8 +105,14 @@ class SamplingParams:
     logprobs: int | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     sampler_order: Sequence[str] = STAGES
+    logits_processors: LogitsProcessor | Sequence[LogitsProcessor] = ()
+    max_tokens: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_tokens: int | None) -> None:
+        if max_tokens is not None:
+            if self.max_new_tokens not in (DEFAULT_MAX_NEW_TOKENS, max_tokens):
+                raise _two_limits(self.max_new_tokens, max_tokens)
+            self._set("max_new_tokens", max_tokens)
         temperature = self._number("temperature", "0 or less (greedy), or between 1e-6 and 100")
         if temperature > 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             raise _refused("temperature", temperature, "0 or less (greedy), or between 1e-6 and 100")
@@ -118,13 +136,14 @@ class SamplingParams:
         self._set("stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
         self._set("bad_words", _checked_bad_words(self.bad_words))
         self._set("sampler_order", self._checked_order())
+        self._set("logits_processors", _checked_processors(self.logits_processors))
         self._refuse_contradictions()
 
     # -- what it amounts to -----------------------------------------------------------------------
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the largest logit is taken, after penalties and bias."""
+        """Whether the largest logit wins, after penalties and bias."""
         return self.temperature <= 0
 
     @property
@@ -168,15 +187,25 @@ class SamplingParams:
                     )
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """The same with some fields changed, validated again."""
+        """A copy with some fields changed, validated again."""
         _known_fields(changes)
-        return dataclasses.replace(self, **changes)
+        limit = changes.pop("max_tokens", None)
+        if limit is not None and changes.setdefault("max_new_tokens", limit) != limit:
+            raise _two_limits(changes["max_new_tokens"], limit)
+        return dataclasses.replace(self, max_tokens=None, **changes)
+
+    def __repr__(self) -> str:
+        """The fields that are not at their defaults."""
+        fields = dataclasses.fields(self)
+        values = {f.name: getattr(self, f.name) for f in fields}
+        defaults = {f.name: {} if f.default is dataclasses.MISSING else f.default for f in fields}
+        return shown_fields("SamplingParams", **{k: v for k, v in values.items() if v != defaults[k]})
 
     # -- where it comes from ------------------------------------------------------------------------
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SamplingParams:
-        """From fields by name; an unknown one is refused."""
+        """From a dict of fields. Raises :class:`UsageError` for an unknown field."""
         _known_fields(fields)
         return cls(**fields)
 
@@ -243,16 +272,40 @@ class SamplingParams:
                 f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}: "
                 "the minimum must not be above the maximum"
             )
-        if self.penalty_window == 0 and self.has_penalties:
+        if self.penalty_window == 0:
             raise UsageError(
-                "penalty_window is 0, so penalties would do nothing: "
-                "give a number of tokens or -1 (all), or leave the penalties out"
+                "penalty_window is 0, so penalties would do nothing: give a number of tokens or -1 (all)"
             )
         for stage in STAGES:
             if stage not in self.sampler_order and self._does(stage):
                 raise UsageError(
                     f"sampler_order leaves out {stage}, which is set: add it to the order, or do not set it"
                 )
+
+
+def _max_tokens(params: SamplingParams) -> int:
+    """Another name of ``max_new_tokens``."""
+    return params.max_new_tokens
+
+
+SamplingParams.max_tokens = property(_max_tokens)  # type: ignore[attr-defined]  # an InitVar is no field
+
+
+def _two_limits(new_tokens: object, tokens: object) -> UsageError:
+    return UsageError(
+        f"max_new_tokens is {quoted(new_tokens)} and max_tokens {quoted(tokens)}: they are one setting"
+    )
+
+
+def _checked_processors(processors: object) -> tuple[LogitsProcessor, ...]:
+    if callable(processors):
+        processors = (processors,)
+    if isinstance(processors, (str, bytes)) or not isinstance(processors, Sequence):
+        raise _refused("logits_processors", processors, "a function, or a list of functions")
+    for function in processors:
+        if not callable(function):
+            raise _refused("logits_processors", function, "made of functions", "has")
+    return tuple(processors)
 
 
 def recommended_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,7 +335,7 @@ def _refused(name: str, value: object, allowed: str, verb: str = "is") -> UsageE
 def _known_fields(fields: Mapping[str, Any]) -> None:
     names = [f.name for f in dataclasses.fields(SamplingParams)]
     for name in fields:
-        if name not in names:
+        if name not in names and name != "max_tokens":
             raise UsageError(f"there is no sampling parameter {name!r}: they are {', '.join(names)}")
 
 

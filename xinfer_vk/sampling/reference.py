@@ -44,14 +44,13 @@ def sample(
     """Choose the token at ``position`` of a sequence from the logits ``[vocabulary]`` before it.
 
     ``history``: the tokens so far, prompt and answer; ``position`` is their number unless given.
-    ``banned``: tokens that must not come. Raises :class:`NumericError` when a logit is NaN or no token
-    is possible.
+    ``banned``: tokens that must not come. Raises :class:`NumericError` when a logit is NaN or +inf,
+    or no token is possible.
     """
     raw = np.ascontiguousarray(logits, np.float32)
     tokens = np.asarray(history, np.int64).reshape(-1)
     position = tokens.size if position is None else position
-    if np.isnan(raw).any():
-        raise NumericError(f"the logits for position {position} hold NaN")
+    _refuse_nan(arithmetic.keys_of(raw), position)
 
     logits = ban(raw, banned)
     keys = arithmetic.keys_of(logits)  # 0 for what is out
@@ -77,6 +76,7 @@ def sample(
                     logits = stages.scale_logits(logits, np.float32(1 / temperature))
                     temperature = 1.0
                 keys = arithmetic.keys_of(adjust(stage, logits, params, tokens))
+                _refuse_nan(keys, position)
         if params.is_greedy:
             keys = stages.top_k(keys, 1)
     if not keys.any():
@@ -91,6 +91,11 @@ def sample(
         weights / weights.sum(),
         None if params.logprobs is None else logprobs_of(raw, token, params.logprobs),
     )
+
+
+def _refuse_nan(keys: np.ndarray, position: int) -> None:
+    if (keys == arithmetic.NAN_KEY).any():
+        raise NumericError(f"the logits for position {position} hold NaN or +inf")
 
 
 def ban(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:

@@ -88,6 +88,7 @@ def _sample(
             padded[0, vocabulary - 1] = np.nan
             padded[1, :vocabulary] = -np.inf
             padded[2, :vocabulary] = 1.0
+            padded[3, 3] = np.inf  # banned, and an error all the same
         logits = bench.filled("logits", padded)
         result = bench.buffer("result", rows + 1, BufferKind.RESULT)
         bench.write(result, 0, np.zeros(rows + 1, np.uint32))
@@ -128,6 +129,8 @@ def _case(variant: str, build: Build, views: dict[str, str] | None = None, quick
     )
 
 
+SPOILT = [{}, {}, {"temperature": 1.0, "top_p": 0.3}, {"temperature": 1.0}]
+
 CASES = [
     *_case("truncations, vocabulary 9001", _sample(9001, TRUNCATIONS)),
     *_case("truncations, vocabulary 70", _sample(70, TRUNCATIONS)),
@@ -135,7 +138,7 @@ CASES = [
     *_case("keys and sums, vocabulary 1500", _sample(1500, ADJUSTMENTS + TRUNCATIONS, picks=False), {
         **VIEWS, "sampler keys": "u32", "sampler kept": "u32",
     }),
-    *_case("NaN, -inf, all equal", _sample(2100, [{}, {}, {"temperature": 1.0, "top_p": 0.3}], spoilt=True)),
+    *_case("NaN, -inf, all equal, +inf", _sample(2100, SPOILT, spoilt=True)),
     *_case("log-probabilities", _sample(1100, [{"logprobs": n} for n in (0, 1, 5, 20)])),
     *_case("truncations, vocabulary 151936", _sample(151936, TRUNCATIONS), quick=False),
 ]  # fmt: skip

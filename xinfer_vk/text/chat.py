@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xinfer_vk.errors import ModelError, UsageError
+from xinfer_vk.errors import ModelError, UsageError, setting
 from xinfer_vk.fields import parse_json, quoted
 from xinfer_vk.text.origin import MODEL, TEMPLATE, UNKNOWN, USER, origin_of, traced
 from xinfer_vk.text.tokenizer import Tokenizer
@@ -55,14 +55,21 @@ def qwen_chat_prompt(system: str | None, user: str) -> str:
 
 class ChatTemplate:
     """A chat template. ``where`` names its origin in errors; ``special_texts`` are the variables
-    ``bos_token``, ``eos_token``, … that it may use. It is compiled when it is first needed."""
+    ``bos_token``, ``eos_token``, … that it may use. ``unusable``: why there is none to render, though the
+    model is made for chats. It is compiled when it is first needed."""
 
     def __init__(
-        self, text: str, where: str, special_texts: Mapping[str, str] | None = None, *, fallback: bool = False
+        self,
+        text: str,
+        where: str,
+        special_texts: Mapping[str, str] | None = None,
+        *,
+        fallback: bool = False,
+        unusable: str | None = None,
     ) -> None:
         if len(text) > MAX_TEMPLATE_BYTES:
             raise ModelError(f"{where}: the chat template is {len(text)} characters long, that is damage")
-        self.text, self.where, self.fallback = text, where, fallback
+        self.text, self.where, self.fallback, self.unusable = text, where, fallback, unusable
         self.special_texts = dict(special_texts or {})
         self._lock = threading.Lock()
         self._compiled: tuple[ChatEnvironment, Any] | None = None
@@ -71,11 +78,15 @@ class ChatTemplate:
     def from_source(cls, source: ModelSource) -> ChatTemplate:
         """The template of an open model; Qwen2.5's if it has none (``fallback`` is true then).
 
-        Raises :class:`ModelError` if what should be a template is none.
+        Raises :class:`ModelError` if what should be a template is none. Of several of which none is the usual
+        one the result is ``unusable``: raw prompts need none.
         """
         if source.kind == "gguf":
             return template_from_gguf(source.metadata, str(source.path))
-        return template_from_directory(source.path)
+        try:
+            return template_from_directory(source.path)
+        except _NoDefault as error:
+            return cls("", str(source.path), unusable=str(error))
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
@@ -132,6 +143,8 @@ class ChatTemplate:
 
         from xinfer_vk.text.budget import Budget
 
+        if self.unusable is not None:
+            raise ModelError(self.unusable)
         inputs = {
             "tools": None,
             "documents": None,
@@ -189,7 +202,7 @@ def encode_chat(
     if template.fallback and any(tokenizer.id_of(text) is None for text in QWEN_MARKUP):
         raise UsageError(
             f"{template.where}: the model has no chat template, and its vocabulary has no {QWEN_MARKUP[0]}: "
-            "use --raw, or an instruct model"
+            f"use {setting('raw', True)}, or an instruct model"
         )
     text = template._render(messages, add_generation_prompt, variables)
     origin = origin_of(text)
@@ -243,6 +256,10 @@ def _template(text: str | None, where: str, model: str, special_texts: Mapping[s
     return ChatTemplate(text, where, special_texts)
 
 
+class _NoDefault(ModelError):
+    """There are several templates, and none is said to be the usual one."""
+
+
 def _default_of(value: Any, where: str) -> str | None:
     """A template, or the one named "default" of a list of ``{"name": …, "template": …}``, or nothing."""
     if value is None or isinstance(value, str):
@@ -259,7 +276,10 @@ def _default_of(value: Any, where: str) -> str | None:
     named = {entry["name"]: entry["template"] for entry in value}
     if "default" not in named and len(named) > 1:
         names = quoted(", ".join(named))
-        raise ModelError(f"{where}: chat_template has the templates {names}, none is named 'default'")
+        raise _NoDefault(
+            f"{where}: chat_template has the templates {names}, none is named 'default': "
+            f"use {setting('raw', True)}"
+        )
     return named.get("default", next(iter(named.values()), None))
 
 

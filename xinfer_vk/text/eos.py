@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from xinfer_vk.errors import ModelError
-from xinfer_vk.fields import quoted
+from xinfer_vk.fields import token_ids
 
 if TYPE_CHECKING:
     from xinfer_vk.text.tokenizer import Tokenizer
     from xinfer_vk.weights.source import ModelSource
+
+# Tokens that end a text, a turn or a message, by name; llama.cpp has the same list. An ending too many hurts
+# only where a model writes such a token inside an answer, which none is trained to do. One that is missed
+# hurts every answer: it goes on to the limit, with turns that the model makes up.
+END_NAMES = frozenset(
+    {
+        "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3, Granite
+        "<|im_end|>", "<|endoftext|>",  # ChatML, GPT-2
+        "<|end|>",  # Phi
+        "<end_of_turn>",  # Gemma
+        "<|return|>", "<|call|>",  # Harmony
+        "<|flush|>", "<|calls|>",  # Solar
+        "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+    }
+)  # fmt: skip
+HARMONY = frozenset({"<|return|>", "<|call|>"})  # beside these, <|end|> ends one of several messages
+
+
+def ends_by_name(tokens: Sequence[str]) -> frozenset[int]:
+    """The ids of a vocabulary's tokens whose names say that they end a text."""
+    found = {text: i for i, text in enumerate(tokens) if text in END_NAMES}
+    if found.keys() >= HARMONY:
+        found.pop("<|end|>", None)
+    return frozenset(found.values())
 
 
 def eos_ids(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
@@ -26,14 +50,3 @@ def eos_ids(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
     for name, values in places.items():
         ids |= set(token_ids(values.get("eos_token_id"), f"{source.path}: eos_token_id in {name}"))
     return frozenset(i for i in ids if 0 <= i < source.config.vocab_size)
-
-
-def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """A token id, a list of them, or None, as a tuple."""
-    if value is None:
-        return ()
-    ids = value if isinstance(value, (list, tuple)) else [value]
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int):
-            raise ModelError(f"{where} is {quoted(value)}, a token id or a list of them was expected")
-    return tuple(ids)

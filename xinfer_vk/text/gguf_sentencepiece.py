@@ -11,6 +11,7 @@ before the text after a control token too, which SentencePiece itself does not k
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from xinfer_vk.errors import ModelError
@@ -18,9 +19,12 @@ from xinfer_vk.fields import Fields, quoted
 from xinfer_vk.text.gguf_vocabulary import BYTE, CONTROL, NORMAL, TOKENS, UNKNOWN, USER_DEFINED, Vocabulary
 from xinfer_vk.text.guard import guarded
 from xinfer_vk.text.pieces import Pieces, sentencepiece_pieces
+from xinfer_vk.text.tokenizer_file import check_charsmap
 
 SPACE = "▁"
 SCORES, CHARSMAP = "tokenizer.ggml.scores", "tokenizer.ggml.precompiled_charsmap"
+MAX_PIECE = 1024  # characters: pairs take time by its square. The longest of known models are 100
+MAX_MERGES = 1 << 22  # Gemma 3 has 515,000
 USER_DEFINED_SCORE = 0.0  # SentencePiece's own: above that of every other piece
 PHI3_KEEPS_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -87,8 +91,17 @@ def _bpe(fields: Fields, pieces: list[str], vocabulary: Vocabulary, unknown_id: 
         for piece, i in ids.items()
         if types[i] == NORMAL or (types[i] == USER_DEFINED and not piece.strip(SPACE))
     }
+    longest = max(mergeable, key=len, default="")
+    if len(longest) > MAX_PIECE:
+        raise ModelError(
+            f"{fields.where}: {TOKENS} has the piece {quoted(longest)} of {len(longest)} characters, "
+            f"at most {MAX_PIECE} are supported"
+        )
+    merges = merges_by_score(mergeable)
+    if merges is None:
+        raise ModelError(f"{fields.where}: {TOKENS} makes more than {MAX_MERGES} pairs, that is damage")
     return guarded(
-        fields.where, "the tokenizer is damaged", models.BPE, ids, merges_by_score(mergeable),
+        fields.where, "the tokenizer is damaged", models.BPE, ids, merges,
         unk_token=pieces[unknown_id], fuse_unk=True, byte_fallback=_has_bytes(types),
     )  # fmt: skip
 
@@ -115,6 +128,7 @@ def _cleaning(fields: Fields) -> list[Any]:
     steps: list[Any] = []
     if CHARSMAP in fields:
         charsmap = _bytes(fields, CHARSMAP)
+        check_charsmap(charsmap, f"{fields.where}: {CHARSMAP}")
         steps.append(guarded(fields.where, f"{CHARSMAP} is damaged", normalizers.Precompiled, charsmap))
     if fields.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         steps.append(normalizers.Replace(Regex("^ +| +$"), ""))
@@ -127,17 +141,23 @@ def _has_bytes(types: list[int]) -> bool:
     return types.count(BYTE) == 256
 
 
-def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
+def merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]] | None:
     """Every pair of pieces that makes a piece, the best score of what it makes first; among equals the pair
-    with the longer first half, then with the longer second."""
-    merges = [(scores[left + right], len(left), len(right), left, right) for left, right in _pairs(scores)]
+    with the longer first half, then with the longer second. None for more than :data:`MAX_MERGES`."""
+    pairs = islice(_pairs(scores), MAX_MERGES + 1)
+    merges = [(scores[left + right], len(left), len(right), left, right) for left, right in pairs]
+    if len(merges) > MAX_MERGES:
+        return None
     merges.sort(key=lambda merge: merge[:3], reverse=True)
     return [(left, right) for *_, left, right in merges]
 
 
 def _pairs(pieces: dict[str, float]) -> Iterator[tuple[str, str]]:
+    lengths = frozenset(map(len, pieces))
     for piece in pieces:
         for cut in range(1, len(piece)):
+            if cut not in lengths or len(piece) - cut not in lengths:
+                continue
             left = piece[:cut]
             if left in pieces:
                 right = piece[cut:]

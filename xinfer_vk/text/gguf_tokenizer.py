@@ -15,6 +15,7 @@ from typing import Any
 
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import Fields, quoted
+from xinfer_vk.text.eos import ends_by_name
 from xinfer_vk.text.gguf_sentencepiece import sentencepiece_backend
 from xinfer_vk.text.gguf_vocabulary import (
     CONTROL,
@@ -41,9 +42,6 @@ NAMED_TOKENS = {
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-
-# Files written before there was a key for the end of a turn say it by the token's name only.
-END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         named = _named(fields, kind, len(vocabulary.tokens))
         backend, pieces = sentencepiece_backend(fields, vocabulary, named["unk_token"])
 
-    tokens, types, ids = vocabulary.tokens, vocabulary.types, vocabulary.ids
+    tokens = vocabulary.tokens
     add_bos = fields.flag("tokenizer.ggml.add_bos_token", kind.add_bos)
     add_eos = fields.flag("tokenizer.ggml.add_eos_token", kind.add_eos)
     ends = {_token_id(fields, key, None, len(tokens)) for key in END_KEYS} | {named["eos_token"]}
-    if "tokenizer.ggml.eot_token_id" not in fields:
-        ends |= {i for i in map(ids.get, END_NAMES) if i is not None and types[i] == CONTROL}
+    ends |= ends_by_name(tokens)  # whatever their type: converters get it wrong, and keys name one of several
     return Tokenizer(
         backend,
         pieces,

@@ -16,6 +16,7 @@ from xinfer_vk.fields import Fields, parse_json, quoted
 from xinfer_vk.text.guard import guarded
 from xinfer_vk.text.pieces import pieces_of
 from xinfer_vk.text.tokenizer import Tokenizer
+from xinfer_vk.text.tokenizer_file import refuse_fatal_fields
 from xinfer_vk.weights.mapped import read_small_file
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -37,13 +38,14 @@ def tokenizer_from_directory(path: Path) -> Tokenizer:
 
     where = str(file)
     data = read_small_file(file, MAX_TOKENIZER_BYTES)
+    refuse_fatal_fields(data, where)
     backend = guarded(where, "not a tokenizer", Backend.from_buffer, data)
     backend.no_truncation()
     backend.no_padding()
     config = tokenizer_config(path)
     _add_tokens(backend, config, path / CONFIG_FILE)
     texts = named_tokens(path, config)
-    pieces = pieces_of(backend.decoder, where)
+    pieces = pieces_of(backend, where)
     bos_id, eos_id = (_id_of(backend, texts.get(name)) for name in ("bos_token", "eos_token"))
     prefix, suffix = _around(backend, config, bos_id, eos_id, path)
     return Tokenizer(
@@ -141,7 +143,7 @@ def _around(
     """The ids that go before and after every text: what the config says, else what the post-processor of
     ``tokenizer.json`` does."""
     fields = Fields(config, str(path / CONFIG_FILE))
-    if "add_bos_token" in fields or "add_eos_token" in fields:
+    if "add_bos_token" in fields:  # alone, add_eos_token changes nothing, as in transformers
         add_bos, add_eos = fields.flag("add_bos_token", False), fields.flag("add_eos_token", False)
         prefix = [bos_id] if add_bos and bos_id is not None else []
         return prefix, [eos_id] if add_eos and eos_id is not None else []

@@ -43,15 +43,24 @@ def sentencepiece_pieces(space: str, byte_tokens: bool, drop_first_space: bool) 
     return Pieces(to_bytes, drop_first_space)
 
 
-def pieces_of(decoder: Any, where: str) -> Pieces:
-    """Read a ``tokenizers`` decoder. Raises :class:`ModelError` for a kind that is not supported."""
-    if decoder is None:
+def pieces_of(backend: Any, where: str) -> Pieces:
+    """What the tokens of a ``tokenizers`` tokenizer stand for. The way from text to tokens decides: some
+    files have a decoder of the other kind. Raises :class:`ModelError` for a decoder that is not supported."""
+    if backend.decoder is None:
         raise ModelError(f"{where}: has no decoder; byte-level and SentencePiece tokenizers are supported")
-    state = json.loads(decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    before = _steps(backend.normalizer, "normalizers") + _steps(backend.pre_tokenizer, "pretokenizers")
+    if any(step["type"] == "ByteLevel" for step in before):
+        return BYTE_LEVEL
+    steps = _steps(backend.decoder, "decoders")
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return BYTE_LEVEL
+        spaced = next((step for step in before if step["type"] == "Metaspace"), None)
+        if spaced is None:
+            return BYTE_LEVEL
+        first = spaced.get("prepend_scheme") != "never"
+        return sentencepiece_pieces(
+            spaced["replacement"], bool(getattr(backend.model, "byte_fallback", 0)), first
+        )
     space, drop_first_space = "", False
     for step in steps:
         if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]:
@@ -69,3 +78,11 @@ def pieces_of(decoder: Any, where: str) -> Pieces:
     if not space or not ("Metaspace" in kinds or kinds[0] == "Replace") or not dropped_last:
         raise ModelError(f"{where}: the decoder {' + '.join(kinds)} is not supported")
     return sentencepiece_pieces(space, "ByteFallback" in kinds, drop_first_space)
+
+
+def _steps(part: Any, kind: str) -> list[dict[str, Any]]:
+    """The steps of a part of the pipeline, each with its "type"."""
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    return list(state[kind]) if state["type"] == "Sequence" else [state]

@@ -230,6 +230,12 @@ class Tokenizer:
         """The model's control tokens."""
         return self._special
 
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The ids of the control tokens among texts. These are never part of a generation's text, so a stop
+        string of that name is found by its id."""
+        wanted = set(texts)
+        return frozenset(i for i in self._special if wanted and self._added[i].content in wanted)
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token is one of the model's control tokens."""
         return token_id in self._special

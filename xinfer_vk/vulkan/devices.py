@@ -15,7 +15,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from xinfer_vk.errors import DeviceError, UsageError
+from xinfer_vk.errors import DeviceError, UsageError, setting
+from xinfer_vk.limits import (
+    DRIVERS_BYTES,
+    memory_headroom,
+    out_of_memory,
+    require_file_handles,
+    spare_memory,
+)
 from xinfer_vk.plan import DeviceProfile
 
 NUMPY = "numpy"  # the name that chooses no Vulkan device at all
@@ -26,6 +33,9 @@ MIN_STORAGE_BUFFERS = 8  # a kernel binds at most that many
 MIN_INVOCATIONS = 256
 MIN_PUSH_BYTES = 128
 MIN_SHARED_BYTES = 16 << 10
+
+PORTABILITY_ENUMERATION = "VK_KHR_portability_enumeration"
+PORTABILITY_SUBSET = "VK_KHR_portability_subset"  # must be enabled on devices that have it
 
 OLD_LAVAPIPE = (23, 1)  # Mesa before this: 22.3 ran trial kernels 4 to 8 times slower than 25.0
 
@@ -42,17 +52,18 @@ SUBGROUP_OPERATIONS = (
 )  # fmt: skip
 
 # Bits of the specification that the package does not need to be asked for.
+_ENUMERATE_PORTABILITY = 1
 _HEAP_DEVICE_LOCAL, _DEVICE_LOCAL, _HOST_VISIBLE, _HOST_COHERENT, _QUEUE_COMPUTE = 1, 1, 2, 4, 2
 
 NO_LOADER = (
     "the Vulkan loader (libvulkan.so.1) is not installed: install it (Debian, Ubuntu: `apt install "
     "libvulkan1 mesa-vulkan-drivers`; Fedora: `dnf install vulkan-loader mesa-vulkan-drivers`), "
-    "or use --device numpy"
+    f"or use {setting('device', 'numpy')}"
 )
 NO_DRIVER = (
     "no Vulkan device was found, because no driver is installed or none of them works here: install the "
     "driver of your GPU (Debian, Ubuntu: `apt install mesa-vulkan-drivers`, which also has one for the CPU), "
-    "or use --device numpy"
+    f"or use {setting('device', 'numpy')}"
 )
 
 
@@ -78,7 +89,8 @@ class DeviceInfo:
     """What is known of a Vulkan device without opening it.
 
     ``type``: one of TYPES. ``features``: names of layer.FEATURES that the device offers (what is on is
-    the runtime's to say). ``rejected``: why it cannot be used, "" if it can. ``warning``: what its user
+    the runtime's to say). ``portability_subset``: it lacks a part of Vulkan (MoltenVK).
+    ``rejected``: why it cannot be used, "" if it can. ``warning``: what its user
     should be told, "" if nothing.
     """
 
@@ -111,6 +123,7 @@ class DeviceInfo:
     features: frozenset[str]
     rejected: str = ""
     warning: str = ""
+    portability_subset: bool = False
 
     @property
     def driver(self) -> str:
@@ -119,6 +132,16 @@ class DeviceInfo:
     @property
     def is_cpu(self) -> bool:
         return self.type == "cpu"
+
+    @property
+    def required_extensions(self) -> list[str]:
+        """What every device of it must enable."""
+        return [PORTABILITY_SUBSET] if self.portability_subset else []
+
+    @property
+    def keeps_memory_in_a_file(self) -> bool:
+        """Whether buffers lie in one file in memory, which the limit on file sizes bounds (lavapipe)."""
+        return self.is_cpu and "llvmpipe" in self.name
 
     def heap_of(self, *, mapped: bool) -> int | None:
         """The heap that Kompute's memory comes from: of the first memory type that fits, as it chooses."""
@@ -214,11 +237,14 @@ def check_opens(info: DeviceInfo) -> None:
         family = next(i for i, f in enumerate(families) if f.queueFlags & _QUEUE_COMPUTE)
         queue = vk.VkDeviceQueueCreateInfo(queueFamilyIndex=family, queueCount=1, pQueuePriorities=[1.0])
         try:
-            device = vk.vkCreateDevice(physical, vk.VkDeviceCreateInfo(pQueueCreateInfos=[queue]), None)
+            wanted = vk.VkDeviceCreateInfo(
+                pQueueCreateInfos=[queue], ppEnabledExtensionNames=info.required_extensions
+            )
+            device = vk.vkCreateDevice(physical, wanted, None)
         except (vk.VkError, vk.VkException) as error:
             raise DeviceError(
                 f"cannot open {info.name}: its driver ({info.driver}) says {type(error).__name__}; "
-                "look whether another program holds it, or use another --device"
+                f"look whether another program holds it, or use another {setting('device')}"
             ) from error
         vk.vkDestroyDevice(device, None)
 
@@ -237,24 +263,39 @@ def vulkan_instance() -> Iterator[tuple[Any, list[Any]]]:
     if current is not None:
         yield current
         return
+    require_file_handles()
+    spare_memory()
     vk = _import_vulkan()
-    application = vk.VkApplicationInfo(pApplicationName="xinfer-vk", apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
     try:
-        instance = vk.vkCreateInstance(vk.VkInstanceCreateInfo(pApplicationInfo=application), None)
+        instance = vk.vkCreateInstance(_instance_info(vk), None)
     except (vk.VkError, vk.VkException) as error:
-        raise DeviceError(f"{NO_DRIVER} ({type(error).__name__})") from error
+        raise _not_loaded(f"{NO_DRIVER} ({type(error).__name__})") from error
     try:
         try:
             found = list(vk.vkEnumeratePhysicalDevices(instance))
         except (vk.VkError, vk.VkException) as error:
-            raise DeviceError(f"{NO_DRIVER} ({type(error).__name__})") from error
+            raise _not_loaded(f"{NO_DRIVER} ({type(error).__name__})") from error
         if not found:
-            raise DeviceError(NO_DRIVER)
+            raise _not_loaded(NO_DRIVER)
         _thread.current = (vk, found)
         yield vk, found
     finally:
         _thread.current = None
         vk.vkDestroyInstance(instance, None)
+
+
+def _instance_info(vk: Any) -> Any:
+    """Asks for portability drivers (MoltenVK) too, which the loader does not list else. Kompute asks as well
+    (build_support/portability.hpp), so indices agree."""
+    application = vk.VkApplicationInfo(pApplicationName="xinfer-vk", apiVersion=vk.VK_MAKE_VERSION(1, 1, 0))
+    offered = {e.extensionName for e in vk.vkEnumerateInstanceExtensionProperties(None)}
+    if PORTABILITY_ENUMERATION not in offered:
+        return vk.VkInstanceCreateInfo(pApplicationInfo=application)
+    return vk.VkInstanceCreateInfo(
+        flags=_ENUMERATE_PORTABILITY,
+        pApplicationInfo=application,
+        ppEnabledExtensionNames=[PORTABILITY_ENUMERATION],
+    )
 
 
 def choose_device(wanted: str | int | None = None, devices: Sequence[DeviceInfo] | None = None) -> Choice:
@@ -278,7 +319,8 @@ def choose_device(wanted: str | int | None = None, devices: Sequence[DeviceInfo]
     notices = [f"not using {d.name}: {d.rejected}" for d in devices if d.rejected]
     if not usable:
         raise DeviceError(
-            f"no Vulkan device here can be used ({'; '.join(notices)}); --device numpy needs none"
+            f"no Vulkan device here can be used ({'; '.join(notices)}); "
+            f"{setting('device', 'numpy')} needs none"
         )
     # of several CPU devices, the one that computes on wider vectors
     device = min(usable, key=lambda d: (PREFERENCE.index(d.type), -d.subgroup_size * d.is_cpu, d.index))
@@ -294,7 +336,7 @@ def choose_device(wanted: str | int | None = None, devices: Sequence[DeviceInfo]
 def _wanted(wanted: str | int | None) -> tuple[str, str]:
     """What is asked for ("" if nothing), and by what."""
     if wanted is not None and (text := str(wanted).strip()):
-        return text, "--device"
+        return text, setting("device")
     return os.environ.get("XINFER_VK_DEVICE", "").strip(), "XINFER_VK_DEVICE"
 
 
@@ -328,7 +370,7 @@ def _names_of(device: DeviceInfo) -> str:
 
 def _others(device: DeviceInfo, devices: Sequence[DeviceInfo]) -> str:
     usable = [f"{d.index} ({d.name})" for d in devices if not d.rejected and d is not device]
-    return f"; use --device {' or '.join([*usable, NUMPY])}"
+    return f"; use {setting('device')} {' or '.join([*usable, NUMPY])}"
 
 
 # -- asking Vulkan --------------------------------------------------------------------------------
@@ -340,8 +382,16 @@ def _import_vulkan() -> Any:
     except ModuleNotFoundError as error:
         raise DeviceError("the Python package `vulkan` is not installed: `pip install vulkan`") from error
     except OSError as error:  # what it raises when it does not find the loader's library
-        raise DeviceError(NO_LOADER) from error
+        raise _not_loaded(NO_LOADER) from error
     return vulkan
+
+
+def _not_loaded(message: str) -> DeviceError:
+    """Why no driver was found: what a limit leaves may be too little to load one."""
+    left = memory_headroom()
+    if left is not None and left < DRIVERS_BYTES:
+        return out_of_memory(f"no Vulkan driver could be loaded in the {left >> 20} MB that are left")
+    return DeviceError(message)
 
 
 def _probe(vk: Any, physical: Any, index: int) -> DeviceInfo:
@@ -395,6 +445,7 @@ def _probe(vk: Any, physical: Any, index: int) -> DeviceInfo:
         unified_memory=_is_unified(kind, heaps, types),
         features=_features(vk, physical, api, extensions, kind == "cpu"),
         warning=_warning(name, driver_name, driver_version),
+        portability_subset=PORTABILITY_SUBSET in extensions,
     )
     rejected = _rejection(info, has_compute_queue=queue is not None)
     return info if not rejected else DeviceInfo(**{**vars(info), "rejected": rejected})

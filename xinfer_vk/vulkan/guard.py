@@ -2,27 +2,73 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from xinfer_vk.errors import DeviceError, DeviceLostError, XinferError
+from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 from xinfer_vk.vulkan.layer import DeviceLayer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def in_turn(method: F) -> F:
+    """Hold the device's lock during a method. One thread at a time uses kp and the layer, which keeps notes
+    for the next dispatch, pipeline or buffer of a device."""
+
+    @functools.wraps(method)
+    def locked(self: Any, *arguments: Any, **named: Any) -> Any:
+        with self.turns:
+            return method(self, *arguments, **named)
+
+    return locked  # type: ignore[return-value]
+
+
+class Process:
+    """The process that opened a device. A fork of it lacks the driver's threads: a call there would hang."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_another(self) -> bool:
+        """Whether this code runs in a fork of it."""
+        return os.getpid() != self._id
+
+    def require(self) -> None:
+        """Raise :class:`UsageError` in a fork."""
+        if self.is_another:
+            raise UsageError(
+                f"process {os.getpid()} is a fork of process {self._id}, which has a Vulkan device open, and "
+                "cannot use Vulkan: create the LLM after the fork only, or start processes with "
+                "multiprocessing.get_context('spawn')"
+            )
+
+
+def never_let_go(thing: object) -> None:
+    """Keep an object for good, with all it refers to: its destructor would call the driver."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Guard:
     """Wraps every call into ``kp`` for one device. kp ignores most of Vulkan's results and throws
     nondescript exceptions for the others; the layer, where it is active, kept the first failure."""
 
-    def __init__(self, layer: DeviceLayer | None) -> None:
+    def __init__(self, layer: DeviceLayer | None, turns: Any = None) -> None:
         self._layer = layer
+        self.process = Process()
+        self.turns = turns or threading.RLock()  # the device's
         self.lost = False
 
     @contextmanager
     def __call__(self, doing: str, detail: str = "") -> Iterator[None]:
         """``doing`` completes "out of device memory while …". ``detail`` is added to the message."""
-        self._refuse_lost(doing)
+        self._refuse(doing)
         try:
             yield
         except XinferError:
@@ -33,7 +79,7 @@ class Guard:
 
     def call(self, function: Callable[[], object], doing: str) -> float:
         """The same around one call, for what is done at every step; how many seconds the call took."""
-        self._refuse_lost(doing)
+        self._refuse(doing)
         began = time.perf_counter()
         try:
             function()
@@ -43,7 +89,8 @@ class Guard:
         self.check(doing)
         return seconds
 
-    def _refuse_lost(self, doing: str) -> None:
+    def _refuse(self, doing: str) -> None:
+        self.process.require()
         if self.lost:
             raise DeviceLostError(f"{doing}: the device was lost earlier; open it anew")
 

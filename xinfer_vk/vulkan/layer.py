@@ -1,17 +1,16 @@
 """The companion layer as Python sees it: switching it on for our own process, and asking it things.
 
 The layer itself, and why it is needed, is layer/layer.c. The Vulkan loader finds a layer by a manifest
-(a small JSON file) in a folder that ``VK_ADD_LAYER_PATH`` names, and turns it on when
-``VK_INSTANCE_LAYERS`` names it. Both variables, and the manifest, exist only while an instance is being
-made (:func:`enabled`): child processes inherit nothing, and an interrupted program leaves nothing.
+(a small JSON file beside the library, which build_support/layer.py writes) in a folder that
+``VK_ADD_LAYER_PATH`` names, and turns it on when ``VK_INSTANCE_LAYERS`` names it. Both variables exist only
+while an instance is being made (:func:`enabled`): child processes inherit nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import tempfile
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +23,14 @@ import numpy as np
 
 from xinfer_vk.errors import DeviceError, DeviceLostError, OutOfMemoryError, UsageError
 
-LIBRARY = Path(__file__).resolve().parent / "layer" / "libxinfer_layer.so"
+LIBRARY = (
+    Path(__file__).resolve().parent
+    / "layer"
+    / f"libxinfer_layer.{'dylib' if sys.platform == 'darwin' else 'so'}"
+)
+MANIFEST = "layer.json"
 NAME = "VK_LAYER_XINFER_companion"
-ABI_VERSION = 6  # of layer.c
+ABI_VERSION = 7  # of layer.c
 MOST_NUMBER = 10**9  # that a variable may hold: a thousand times that fits 64 bits
 
 # In the order of the FEATURE_* bits of layer.c; also the names that devices.py gives to what it probes.
@@ -128,7 +132,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {  # without "xinfer_": res
     "next_is_independent": (None, (_u64,)),
     "next_groups": (None, (_u64, _u32, _u32, _u32)),
     "next_is_read_back": (None, (_u64,)),
-    "next_subgroups_full": (None, (_u64,)),
+    "next_subgroups_full": (None, (_u64, _i32)),
     "newest_address": (_u64, (_u64,)),
     "cached_type": (_u32, (_pointer, _pointer, _u32, _u32, _u32)),
     "set_barriers": (None, (_u64, _i32)),
@@ -184,21 +188,17 @@ def enabled(replace_path: bool = False) -> Iterator[None]:
 
     The user's own ``VK_INSTANCE_LAYERS`` (a validation layer, say) stay on, behind ours.
     ``replace_path``: say where the layer is by ``VK_LAYER_PATH``, for loaders that do not know
-    ``VK_ADD_LAYER_PATH``; it replaces the system's folders, so these are named too.
+    ``VK_ADD_LAYER_PATH``; it replaces the system's folders, so these are named too. Raises :class:`OSError`
+    where the loader could not find the layer.
     """
-    manifest = {
-        "file_format_version": "1.2.0",
-        "layer": {
-            "name": NAME,
-            "type": "GLOBAL",
-            "library_path": str(LIBRARY),
-            "api_version": "1.1.0",
-            "implementation_version": str(ABI_VERSION),
-            "description": "Barriers, features, errors and a pipeline cache for xinfer-vk's use of Kompute",
-        },
-    }
-    with _environment_lock, tempfile.TemporaryDirectory(prefix="xinfer-vk-layer-") as folder:
-        Path(folder, "layer.json").write_text(json.dumps(manifest), encoding="utf-8")
+    folder = str(LIBRARY.parent)
+    if not (LIBRARY.parent / MANIFEST).is_file():
+        raise OSError(f"{MANIFEST} is not beside it: build it again")
+    if os.pathsep in folder:
+        raise OSError(
+            f"its folder {folder!r} has a {os.pathsep!r} in its name, which the loader takes for two"
+        )
+    with _environment_lock:
         variables = {"VK_INSTANCE_LAYERS": [NAME, os.environ.get("VK_INSTANCE_LAYERS", "")]}
         if "VK_LAYER_PATH" in os.environ:  # the loader then ignores VK_ADD_LAYER_PATH
             variables["VK_LAYER_PATH"] = [folder, os.environ["VK_LAYER_PATH"]]
@@ -252,12 +252,16 @@ class DeviceLayer:
         device_id = library.xinfer_take_newest_device() if library else 0
         return cls(library, device_id) if library and device_id else None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether :meth:`take_failure` may have something to tell."""
+        return self._failures[0] != self._taken
+
     def take_failure(self) -> Failure | None:
         """The first failure since the last call. Until it is taken, the device makes nothing new."""
-        failures = self._failures[0]  # of all devices
-        if failures == self._taken:
+        if not self.has_failed:
             return None
-        self._taken, failure = failures, _Failure()
+        self._taken, failure = self._failures[0], _Failure()  # the count is of all devices
         if not self._library.xinfer_take_failure(self._id, ctypes.byref(failure)):
             return None
         return Failure(failure.function.decode(), failure.result, failure.size)
@@ -279,9 +283,9 @@ class DeviceLayer:
         """The next mapped memory is for what the host reads: let it be cached, where there is such."""
         self._library.xinfer_next_is_read_back(self._id)
 
-    def next_subgroups_full(self) -> None:
-        """The shader of the next pipeline needs subgroups with all their lanes (see ``Kernel``)."""
-        self._library.xinfer_next_subgroups_full(self._id)
+    def next_subgroups_full(self, full: bool) -> None:
+        """Whether the shader of the next pipeline needs subgroups with all their lanes (see ``Kernel``)."""
+        self._library.xinfer_next_subgroups_full(self._id, full)
 
     def newest_address(self) -> int:
         """The device address of the buffer made last; 0 where buffers have none (feature buffer_address)."""

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from xinfer_vk.errors import OutOfMemoryError, UsageError
+from xinfer_vk.errors import OutOfMemoryError, UsageError, setting
+from xinfer_vk.limits import require_file_size
 from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind
 from xinfer_vk.units import format_bytes
 from xinfer_vk.vulkan.devices import DeviceInfo, available_host_bytes
@@ -28,14 +29,15 @@ from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 
 KOMPUTE_LIMIT_BYTES = 1 << 32  # kp counts bytes in 32 bits, and wraps silently
+BUFFER_ALIGNMENT = 64 << 10  # of lavapipe
 DEVICE_ONLY = frozenset({BufferKind.WEIGHTS, BufferKind.SCRATCH, BufferKind.KV, BufferKind.STATE})
 
+_ANOTHER = f"another {setting('device')} would fit"
 REMEDIES = {
-    BufferKind.WEIGHTS: "a smaller model, one with fewer bits a weight, or another --device would fit",
-    BufferKind.KV: "a smaller --context, --kv-dtype q8_0, or another --device would fit",
-    BufferKind.SCRATCH: "a smaller model or prefill chunk, or another --device would fit",
+    BufferKind.WEIGHTS: f"a smaller model, one with fewer bits a weight, or {_ANOTHER}",
+    BufferKind.KV: f"a smaller {setting('context')}, {setting('kv_dtype', 'q8_0')}, or {_ANOTHER}",
+    BufferKind.SCRATCH: f"a smaller model or prefill chunk, or {_ANOTHER}",
 }
-OTHER_REMEDY = "another --device would fit"
 
 
 @dataclass(frozen=True)
@@ -163,13 +165,16 @@ class DeviceMemory:
         if size > limit:
             raise OutOfMemoryError(
                 f"buffer {name!r} of {format_bytes(size)} is larger than {format_bytes(limit)}, {reason} on "
-                f"{self._info.name}: split it, or use another --device"
+                f"{self._info.name}: split it, or use another {setting('device')}"
             )
         self.require(size, f"buffer {name!r}", kind)
+        if self._info.keeps_memory_in_a_file:
+            taken = self.bytes + BUFFER_ALIGNMENT * len(self._slots)
+            require_file_size(size + BUFFER_ALIGNMENT, taken, f"buffer {name!r}")
 
     @staticmethod
     def _remedy(kind: BufferKind) -> str:
-        return REMEDIES.get(kind, OTHER_REMEDY)
+        return REMEDIES.get(kind, _ANOTHER)
 
     # -- reaching ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ one. It also fixes its group counts, which the companion layer puts right as a d
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from xinfer_vk.errors import DeviceError
+from xinfer_vk.limits import COMPILE_BYTES, require_memory
 from xinfer_vk.plan import Buffer, Kernel, Step
 from xinfer_vk.vulkan.guard import Guard
 from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.memory import DeviceMemory
 
 SPIRV = Path(__file__).resolve().parent.parent / "spirv"
-SPIRV_MAGIC = (0x07230203).to_bytes(4, "little")
 REMEDY = "run `python build_shaders.py` in the source directory, or install the package again"
 
 _Key = tuple[str, tuple[tuple[str, int], ...], tuple[Buffer, ...], tuple[int, ...], int]
@@ -37,33 +38,44 @@ class ShaderLibrary:
         self._code: dict[str, bytes] = {}
 
     def code(self, kernel: Kernel) -> bytes:
-        """SPIR-V of a kernel's shader. Raises :class:`DeviceError` when it was not built, or when the
-        shader's bindings, push constants or specialization constants are not the kernel's."""
+        """SPIR-V of a kernel's shader. Raises :class:`DeviceError` when it was not built, when its file is
+        damaged, or when bindings, push constants or specialization constants are not the kernel's."""
         name = kernel.shader
         if name not in self._code:
             if name not in self._manifest:
                 self._manifest = self._read_manifest()
             if name not in self._manifest:
                 raise DeviceError(f"shader {name!r} was not compiled: {REMEDY}")
-            file = self._folder / self._manifest[name]["file"]
-            try:
-                code = file.read_bytes()
-            except OSError as error:
-                raise DeviceError(f"cannot read {file}: {error.strerror}; {REMEDY}") from error
-            if len(code) % 4 or not code.startswith(SPIRV_MAGIC):  # drivers may crash on what is no SPIR-V
-                raise DeviceError(f"{file} is damaged: it holds no SPIR-V; {REMEDY}")
-            self._code[name] = code
+            self._code[name] = self._read(self._manifest[name])
         self._check(kernel, self._manifest[name])
         return self._code[name]
+
+    def _read(self, shader: dict[str, Any]) -> bytes:
+        """A shader's file, which must be the one that was compiled: drivers may crash on any other."""
+        file = self._folder / str(shader.get("file"))
+        try:
+            code = file.read_bytes()
+        except OSError as error:
+            raise DeviceError(f"cannot read {file}: {error.strerror}; {REMEDY}") from error
+        if len(code) != shader.get("bytes"):
+            raise DeviceError(
+                f"{file} is damaged: it has {len(code)} bytes, not {shader.get('bytes')}; {REMEDY}"
+            )
+        if hashlib.sha256(code).hexdigest() != shader.get("sha256"):
+            raise DeviceError(f"{file} is damaged: it is not what was compiled (SHA-256); {REMEDY}")
+        return code
 
     def _read_manifest(self) -> dict[str, dict[str, Any]]:
         path = self._folder / "manifest.json"
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            manifest = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise DeviceError(f"the shaders are not compiled ({path} is missing): {REMEDY}") from error
         except (OSError, ValueError) as error:
             raise DeviceError(f"cannot read {path}: {error}; {REMEDY}") from error
+        if not isinstance(manifest, dict) or not all(isinstance(e, dict) for e in manifest.values()):
+            raise DeviceError(f"{path} is damaged: it is no list of shaders; {REMEDY}")
+        return manifest
 
     @staticmethod
     def _check(kernel: Kernel, shader: dict[str, Any]) -> None:
@@ -127,12 +139,13 @@ class Programs:
         algorithm = self._algorithms.get(key)
         if algorithm is None:
             kernel = step.kernel
+            require_memory(COMPILE_BYTES, f"compiling {kernel.name}")
             code = self._shaders.code(kernel)
             spec = np.array([value for _, value in kernel.spec], np.uint32)
             tensors = [self._memory.bound_tensor(buffer) for buffer in _bound(step)]
             with self._guard(f"compiling {kernel.name}"):
-                if kernel.full_subgroups and self._layer is not None:
-                    self._layer.next_subgroups_full()
+                if self._layer is not None:
+                    self._layer.next_subgroups_full(kernel.full_subgroups)
                 algorithm = self._manager.algorithm(
                     tensors, code, step.groups, spec, np.zeros(len(kernel.params), np.uint32)
                 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -19,6 +20,7 @@ import numpy as np
 
 from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
+from xinfer_vk.limits import COMPILE_BYTES, is_out_of_memory, out_of_memory, require_memory
 from xinfer_vk.plan import Buffer, BufferKind, Plan, Step
 from xinfer_vk.vulkan import layer as companion
 from xinfer_vk.vulkan.devices import (
@@ -29,13 +31,14 @@ from xinfer_vk.vulkan.devices import (
     vulkan_instance,
     wants_numpy,
 )
-from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.guard import Guard, in_turn, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.memory import DeviceMemory
 from xinfer_vk.vulkan.pipeline_cache import PipelineCacheFile, pipeline_cache_folder
 from xinfer_vk.vulkan.programs import Programs
 from xinfer_vk.vulkan.sequences import RecordedPlan, Recorder, RunCounts
 from xinfer_vk.vulkan.transfers import Transfers
+from xinfer_vk.vulkan.trial import check_memory
 
 if TYPE_CHECKING:
     from xinfer_vk.plan import Runtime
@@ -45,17 +48,24 @@ CompileProgress = Callable[[int, int], None]  # pipelines made, of how many
 
 
 def open_runtime(
-    device: str | int | None = None, *, memory: str | None = None, steps_per_submit: int | None = None
+    device: str | int | None = None,
+    *,
+    memory: str | None = None,
+    steps_per_submit: int | None = None,
+    in_trial: bool = False,
 ) -> Runtime:
     """Open the device that ``device`` means (see :func:`devices.choose_device`); "numpy" needs no Vulkan.
 
-    The other arguments are :class:`KomputeRuntime`'s. Raises :class:`UsageError` for a device that does
-    not exist and :class:`DeviceError` for one that cannot be used.
+    ``memory`` and ``steps_per_submit`` are :class:`KomputeRuntime`'s; ``in_trial`` is for trial.py. Raises
+    :class:`UsageError` for a device that does not exist and :class:`DeviceError` for one that cannot be used.
     """
     if wants_numpy(device):
         from xinfer_vk.reference import NumpyRuntime
 
         return NumpyRuntime()
+    _refuse_fork()
+    if not in_trial:
+        check_memory("" if device is None else str(device))
     with vulkan_instance():  # so that the drivers stay loaded between looking and opening
         choice = choose_device(device)
         assert choice.device is not None, "NumPy was chosen above"
@@ -65,7 +75,8 @@ def open_runtime(
 
 
 class KomputeRuntime:
-    """A :class:`~xinfer_vk.plan.Runtime` on a Vulkan device. Use it from one thread at a time.
+    """A :class:`~xinfer_vk.plan.Runtime` on a Vulkan device, for the process that opened it, not for a fork.
+    Calls from several threads take turns; what a mapped buffer holds is for the caller to guard.
 
     ``device``: what :func:`devices.list_devices` said of it, or its index. ``memory``: "unified" keeps all
     buffers mapped, "discrete" keeps in device memory what only kernels touch; "auto" (or None, and then
@@ -84,7 +95,9 @@ class KomputeRuntime:
         memory: str | None = None,
         steps_per_submit: int | None = None,
     ) -> None:
+        self.turns = threading.RLock()
         self._manager: Any = None  # first of all, so that close() works from anywhere below
+        _refuse_fork()
         named = "memory" if memory else "XINFER_VK_MEMORY"
         memory = memory or os.environ.get("XINFER_VK_MEMORY") or "auto"
         if memory not in MEMORY_CHOICES:
@@ -101,10 +114,10 @@ class KomputeRuntime:
             if not self.info.is_cpu:  # a CPU device has nothing that could keep it from opening
                 check_opens(self.info)
             self._manager, self._layer, layer_notice = _open_manager(self.info)
+        self._guard = Guard(self._layer, self.turns)
         _close_at_exit(self)
         self.notices: tuple[str, ...] = (*notices, layer_notice) if layer_notice else tuple(notices)
         self.profile = self.info.profile(self._layer.features if self._layer else frozenset())
-        self._guard = Guard(self._layer)
         discrete = memory == "discrete" or (memory == "auto" and not self.info.unified_memory)
         self._memory = DeviceMemory(self._manager, self.info, self._guard, self._layer, discrete=discrete)
         self._programs = Programs(self._manager, self._memory, self._guard, self._layer)
@@ -130,6 +143,7 @@ class KomputeRuntime:
         """Device memory in buffers now."""
         return self._memory.bytes
 
+    @in_turn
     def counters(self) -> dict[str, int]:
         """What has been done so far: plans run, and the dispatches, submits and barriers of these and of
         transfers; bytes in buffers now and at most; pipelines made. Barriers are 0 without the layer."""
@@ -146,12 +160,14 @@ class KomputeRuntime:
 
     # -- buffers ----------------------------------------------------------------------------------
 
+    @in_turn
     def require_free(self, needed_bytes: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
         """Raise :class:`OutOfMemoryError`, naming ``what``, unless that much memory for buffers of that
         kind is free: for those who know a sum before they allocate its parts."""
         self._open()
         self._memory.require(needed_bytes, what, kind)
 
+    @in_turn
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
         """A new buffer, all zero. Raises :class:`OutOfMemoryError`."""
         self._open()
@@ -164,6 +180,7 @@ class KomputeRuntime:
                 raise
         return buffer
 
+    @in_turn
     def free(self, buffer: Buffer) -> None:
         """Give a buffer back. Plans that use it are released and cannot run again."""
         self._open()
@@ -176,6 +193,7 @@ class KomputeRuntime:
             self._programs.forget(twin)
         self._memory.free(buffer)
 
+    @in_turn
     def write(self, buffer: Buffer, offset: int, words: np.ndarray) -> None:
         """Copy 32-bit words to ``buffer`` at word ``offset``; done when it returns."""
         self._open()
@@ -195,14 +213,16 @@ class KomputeRuntime:
     def uploads(self) -> Iterator[None]:
         """Within it, what is written may still be on its way when :meth:`write` returns; all of it is there
         at its end. Nothing else may be done with the buffers meanwhile."""
-        self._open()
-        self._uploading = True
-        try:
-            yield
-        finally:
-            self._uploading = False
-            self._transfers.finish()
+        with self.turns:
+            self._open()
+            self._uploading = True
+            try:
+                yield
+            finally:
+                self._uploading = False
+                self._transfers.finish()
 
+    @in_turn
     def read(self, buffer: Buffer, offset: int, count: int) -> np.ndarray:
         """A fresh ``uint32`` copy of ``count`` words at word ``offset``. Of a STATE buffer on a discrete
         device: what the host wrote last."""
@@ -213,6 +233,7 @@ class KomputeRuntime:
             return view[offset : offset + count].copy()
         return self._transfers.download(buffer, offset, count)
 
+    @in_turn
     def mapped(self, buffer: Buffer) -> memoryview:
         """The words of a STATE or RESULT buffer in place, the host's side of a STATE buffer on a discrete
         device. Using it raises ValueError once the buffer is freed or the runtime closed."""
@@ -221,6 +242,7 @@ class KomputeRuntime:
 
     # -- plans ------------------------------------------------------------------------------------
 
+    @in_turn
     def prepare(
         self, plan: Plan, *, progress: CompileProgress | None = None, timed: bool = False
     ) -> RecordedPlan:
@@ -246,9 +268,11 @@ class KomputeRuntime:
         for done, step in enumerate(missing):
             if progress:
                 progress(done, len(missing))
-            self._programs.algorithm(step)
+            self._recorder.compile(step)
         if progress and missing:
             progress(len(missing), len(missing))
+        if missing:  # some drivers compile as late as at the first run
+            require_memory(COMPILE_BYTES, f"compiling plan {plan.name!r}")
         recorded = RecordedPlan(
             plan, steps, self._recorder, self._guard, self._layer, self.info, self._counts, timed
         )
@@ -267,13 +291,17 @@ class KomputeRuntime:
 
     # -- life -------------------------------------------------------------------------------------
 
+    @in_turn
     def close(self) -> None:
         """Give everything back: recorded plans, pipelines, buffers, the device, in this order. The
         pipeline cache is saved."""
         if self._manager is None:
             return
         manager, self._manager = self._manager, None
+        if self._guard.process.is_another:
+            return  # all of it is the other process's
         if hasattr(self, "_cache"):  # not if __init__ failed before
+            self._transfers.close()
             for plan in list(self._plans):
                 plan.release("its runtime was closed")
             if not self._guard.lost:
@@ -298,6 +326,7 @@ class KomputeRuntime:
     def _open(self) -> None:
         if self._manager is None:
             raise UsageError("the runtime is closed: open a new one")
+        self._guard.process.require()
 
     def _open_pipeline_cache(self) -> PipelineCacheFile | None:
         folder = pipeline_cache_folder()
@@ -358,9 +387,9 @@ def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, 
     for replace_path in (False, True) if library else ():
         try:
             with companion.enabled(replace_path), _opening(info):
-                manager = kp.Manager(info.index)
+                manager = kp.Manager(info.index, [], info.required_extensions)
         except OSError as error:
-            reason = f"its manifest cannot be written: {error}"
+            reason = str(error)
             break
         layer = companion.DeviceLayer.of_newest_device()
         if layer is not None:
@@ -369,7 +398,7 @@ def _open_manager(info: DeviceInfo) -> tuple[Any, companion.DeviceLayer | None, 
         reason = "the Vulkan loader did not load it"
     if layer is None:
         with _opening(info):
-            manager = kp.Manager(info.index)
+            manager = kp.Manager(info.index, [], info.required_extensions)
     _check_identity(info, manager, layer)
     if layer is not None:
         return manager, layer, ""
@@ -385,7 +414,10 @@ def _opening(info: DeviceInfo) -> Any:
     try:
         yield
     except Exception as error:
-        raise DeviceError(f"cannot open {info.name}: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split())
+        if is_out_of_memory(error) or "ErrorOutOf" in said:  # VK_ERROR_OUT_OF_{HOST,DEVICE}_MEMORY
+            raise out_of_memory(f"opening {info.name} failed ({said})") from error
+        raise DeviceError(f"cannot open {info.name}: {said}") from error
 
 
 def _check_identity(info: DeviceInfo, manager: Any, layer: companion.DeviceLayer | None) -> None:
@@ -412,3 +444,21 @@ def _close_at_exit(runtime: KomputeRuntime) -> None:
 def _close_all() -> None:
     for runtime in list(_open_runtimes):
         runtime.close()
+
+
+def _refuse_fork() -> None:
+    """Raise :class:`UsageError` in a fork of a process that has a device open."""
+    for runtime in list(_open_runtimes):
+        runtime._guard.process.require()
+
+
+def _keep_all_after_fork() -> None:
+    """What a fork has of a device is never destroyed: that would wait for threads of the other process."""
+    for runtime in list(_open_runtimes):
+        never_let_go(runtime)
+        for plan in list(runtime._plans):
+            plan.keep_for_good()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_all_after_fork)

@@ -20,7 +20,7 @@ import numpy as np
 from xinfer_vk.errors import DeviceError, UsageError
 from xinfer_vk.plan import Buffer, Plan, Step
 from xinfer_vk.vulkan.devices import DeviceInfo
-from xinfer_vk.vulkan.guard import Guard
+from xinfer_vk.vulkan.guard import Guard, in_turn, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.layer import DeviceLayer
 from xinfer_vk.vulkan.programs import Programs
@@ -90,6 +90,23 @@ class Recorder:
                 recordings.append((self._layer.newest_recording(), len(part)))
         return sequences, recordings
 
+    def compile(self, step: Step) -> None:
+        """Make a step's pipeline ready. Drivers may compile at the first dispatch instead of at creation
+        (lavapipe does), so the layer dispatches it once, with no workgroups: nothing is read or written."""
+        algorithm = self._programs.algorithm(step)
+        if self._layer is None:
+            return
+        doing = f"compiling {step.kernel.name}"
+        with self._guard(doing):
+            sequence = self._manager.sequence()
+        try:
+            with self._guard(doing):
+                self._layer.next_groups((1, 0, 1))
+                sequence.record(kompute().OpAlgoDispatch(algorithm, self._programs.push(step)))
+            self._guard.call(sequence.eval, doing)
+        finally:
+            sequence.destroy()
+
     def evaluate(
         self, sequences: Sequence[Any], doing: str, stopped: Callable[[], bool] | None = None
     ) -> list[float]:
@@ -103,8 +120,14 @@ class Recorder:
         return seconds
 
     def begin(self, sequence: Any, doing: str) -> None:
-        """Submit a sequence and do not wait; :meth:`end` must follow."""
-        self._guard.call(sequence.eval_async, doing)
+        """Submit a sequence and do not wait; :meth:`end` must follow, unless this raises."""
+
+        def submit() -> None:
+            sequence.eval_async()
+            if self._layer is not None and self._layer.has_failed:
+                sequence.eval_await()  # kp destroys the fence there; the layer lets nobody wait for a failure
+
+        self._guard.call(submit, doing)
 
     def end(self, sequence: Any, doing: str) -> None:
         """Wait for a sequence that was begun."""
@@ -161,6 +184,7 @@ class RecordedPlan:
         timed: bool,
     ) -> None:
         self.name, self.dispatches = plan.name, len(steps)
+        self.turns = guard.turns
         self.buffers: frozenset[Buffer] = frozenset(b for step in steps for b in step.buffers)
         self._doing = f"running plan {plan.name!r}"
         self._extra = len(steps) - len(plan.steps)  # copies of state that the runtime put in front
@@ -177,20 +201,26 @@ class RecordedPlan:
         self._seconds: list[list[float]] = []  # of each range, in its last two runs
         self.seconds = 0.0  # of the last run: the submits and the waiting for their ends
         self._probing = recorder.adapts  # until it was run once
+        self._failed = False
         self._record(recorder.ranges(steps))
 
+    @in_turn
     def run(self, stopped: Callable[[], bool] | None = None) -> bool:
-        """Run every step and wait. kp holds the GIL meanwhile. Between two submits ``stopped`` may say that
-        the others are not wanted any more; returns whether all were run.
+        """Run every step and wait, while other Python threads run. Between two submits ``stopped`` may say
+        that the others are not wanted any more; returns whether all were run.
 
         Raises :class:`DeviceLostError` when the driver gave up, :class:`OutOfMemoryError` when it could
-        not submit, :class:`UsageError` when the plan was released.
+        not submit (the plan can run again), :class:`UsageError` when the plan was released.
         """
         if self._released:
             raise UsageError(f"plan {self.name!r} cannot run: {self._released}")
-        if self._recorder.adapts:
+        if self._failed:
+            self._record(self._ranges)
+        elif self._recorder.adapts:
             self._adapt()  # now, not after the last run: its timestamps may have been wanted
+        self._failed = True  # unless it ends well: kp takes a sequence that failed halfway for a running one
         took = self._recorder.evaluate(self._sequences, self._doing, stopped)
+        self._failed = False
         self.seconds = sum(took)
         counts = self._counts
         counts.submits += len(took)
@@ -233,6 +263,7 @@ class RecordedPlan:
         for sequence in before:
             sequence.destroy()
 
+    @in_turn
     def times_ns(self) -> np.ndarray:
         """How long each step of the plan took on the device in the last run, ``float64 [steps]``, in
         nanoseconds, the barrier before it included. Steps marked independent overlap: what is given for
@@ -254,10 +285,17 @@ class RecordedPlan:
             spans.append((np.diff(ticks) & mask).astype(np.float64) * self._info.timestamp_period_ns)
         return np.concatenate(spans)[self._extra :]
 
+    def keep_for_good(self) -> None:
+        """In a fork: see that no destructor calls the driver."""
+        never_let_go(self._sequences)
+
+    @in_turn
     def release(self, reason: str = "it was released") -> None:
         """Destroy the command buffers; harmless when done before."""
         if not self._released:
             self._released = reason
+            if self._guard.process.is_another:
+                return  # the sequences are the other process's
             for sequence in self._sequences:
                 sequence.destroy()
             self._sequences = []

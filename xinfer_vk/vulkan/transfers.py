@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from xinfer_vk.errors import DeviceError
 from xinfer_vk.kernels.copy_words import copy_words, fill_words
 from xinfer_vk.plan import Buffer, BufferKind, Step
 from xinfer_vk.vulkan.memory import DeviceMemory
@@ -46,9 +47,21 @@ class Transfers:
             self._running[half] = sequence, doing
 
     def finish(self) -> None:
-        """Wait for the uploads that are still running."""
+        """Wait for the uploads that are still running: for all of them, also where one fails."""
+        failure: DeviceError | None = None
         for half in tuple(self._running):
-            self._finish(half)
+            try:
+                self._finish(half)
+            except DeviceError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End what is still running, whatever became of it; the device is about to go."""
+        while self._running:
+            _, (sequence, _) = self._running.popitem()
+            sequence.eval_await()
 
     def download(self, source: Buffer, offset: int, count: int) -> np.ndarray:
         staging, view = self._staging_buffer()

@@ -130,7 +130,7 @@ def _require_same(c: ModelConfig, read: ModelConfig, where: str) -> None:
     if s is not None and s.type == "llama3" and ARCHITECTURES[c.architecture] == "llama":
         c = replace(c, rope_scaling=None)  # it is a tensor; llama.cpp reads it for Llama alone
     for f in fields(ModelConfig):
-        if f.name in ("architecture", "eos_token_ids", "bos_token_id"):
+        if f.name in ("architecture", "eos_token_ids", "bos_token_id", "ids_left_out"):
             continue
         ours, theirs = getattr(c, f.name), getattr(read, f.name)
         if isinstance(ours, float) and isinstance(theirs, float) and math.isclose(ours, theirs, rel_tol=1e-6):

@@ -28,7 +28,8 @@ MAX_ALIGNMENT = 1 << 16
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_NAME_BYTES = 1 << 16
-MAX_ARRAY = 1 << 24
+MAX_VALUES = 1 << 23  # of all lists together: a byte of one may take 60 in memory; a vocabulary has 2 million
+MAX_METADATA_BYTES = 1 << 28  # of which a text may take four times as many
 MAX_DIMS = 4
 MAX_PARTS = 1000
 
@@ -116,6 +117,7 @@ class _Cursor:
 
     def __init__(self, file: MappedFile) -> None:
         self.map, self.size, self.where, self.at = file.map, file.size, str(file.path), 0
+        self.values = 0  # in the lists read so far
 
     def error(self, what: str) -> ModelError:
         return ModelError(f"{self.where}: {what}")
@@ -123,6 +125,11 @@ class _Cursor:
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.at:
             raise self.error(f"is truncated or damaged: {what} at byte {self.at} needs {count} bytes more")
+
+    def bound(self, what: str, more: int = 0) -> None:
+        """Nothing that is read into Python's memory lies farther into the file."""
+        if self.at + more > MAX_METADATA_BYTES:
+            raise self.error(f"damaged: more than {MAX_METADATA_BYTES >> 20} MB of metadata ({what})")
 
     def number(self, code: str, what: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -134,7 +141,7 @@ class _Cursor:
     def numbers(self, code: str, count: int, what: str) -> list[Any]:
         size = struct.calcsize("<" + code) * count
         self.need(size, what)
-        values = struct.unpack_from(f"<{count}{code}", self.map, self.at)
+        values = np.frombuffer(self.map, np.dtype(code).newbyteorder("<"), count, self.at).tolist()
         self.at += size
         return list(values)
 
@@ -143,6 +150,7 @@ class _Cursor:
         if limit is not None and length > limit:
             raise self.error(f"damaged: {what} would be {length} bytes long")
         self.need(length, what)
+        self.bound(what, length)
         raw = self.map[self.at : self.at + length]
         self.at += length
         try:
@@ -163,6 +171,8 @@ class _Cursor:
                 end = at + length
                 if end > size:
                     raise struct.error
+                if end > MAX_METADATA_BYTES:
+                    self.bound(what, end - self.at)
                 out.append(data[at:end].decode("utf-8"))
                 at = end
         except struct.error:
@@ -198,6 +208,7 @@ def _read(file: MappedFile) -> GGUFFile:
         start = c.at
         metadata[key] = _value(c, c.number("I", f"the type of {quoted(key)}"), quoted(key))
         encoded[key] = file.bytes[start : c.at]
+        c.bound(f"after {quoted(key)}")
 
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -244,8 +255,9 @@ def _value(c: _Cursor, kind: int, key: str) -> Any:
     if kind != ARRAY:
         raise c.error(f"damaged: the key {key} has the unknown value type {kind}")
     kind, count = c.number("I", key), c.number("Q", key)
-    if count > MAX_ARRAY:
-        raise c.error(f"damaged: the list {key} would have {count} values")
+    c.values += count
+    if c.values > MAX_VALUES:
+        raise c.error(f"damaged: the lists up to {key} would have {c.values} values, more than {MAX_VALUES}")
     if kind in NUMBERS:
         return c.numbers(NUMBERS[kind], count, key)
     if kind == BOOL:

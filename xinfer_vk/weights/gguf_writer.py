@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.units import format_bytes
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.gguf_file import ARRAY, BOOL, DEFAULT_ALIGNMENT, NUMBERS, STRING
@@ -102,7 +102,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise UsageError(f"cannot write {path}: it is a directory")
     if os.path.lexists(path) and not overwrite:
-        raise UsageError(f"{path} is there already: --force overwrites it")
+        raise UsageError(f"{path} is there already: {setting('force')} overwrites it")
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: the folder {path.parent} is not there")
 

@@ -10,7 +10,7 @@ tensor     GPTQ                          AWQ (GEMM)                      what it
 qweight    int32 ``[K bits / 32, N]``    int32 ``[K, N / 8]``            q
 qzeros     int32 ``[G, N bits / 32]``    int32 ``[G, N / 8]``            zeros
 scales     float ``[G, N]``              float ``[G, N]``                scales
-g_idx      int32 ``[K]``, or absent      absent                          group of each column
+g_idx      int ``[K]``, or absent        absent                          group of each column
 =========  ============================  ==============================  ==================
 
 GPTQ (Frantar et al. 2022) packs along the first dimension of qweight and the second of qzeros, lowest bits
@@ -39,6 +39,7 @@ from xinfer_vk.weights.tensors import MAX_DIM, TensorInfo
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours the lowest, second lowest, … bits hold
 INTEGERS = "i32"  # the format of a tensor that is no weight by itself
+LONG_INTEGERS = "i64"  # the same for the groups of columns, as some programs write them
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +151,9 @@ def grouped_tensors(tensors: Mapping[str, TensorInfo], quantization: Quantizatio
             out.pop(f"{module}.{part}", None)
         out[weight.name] = weight
     for name, tensor in out.items():
-        if tensor.fmt == INTEGERS:
-            raise ModelError(f"{tensor.where}: the tensor {quoted(name)} is I32 and belongs to no qweight")
+        if tensor.fmt in (INTEGERS, LONG_INTEGERS):
+            fmt = tensor.fmt.upper()
+            raise ModelError(f"{tensor.where}: the tensor {quoted(name)} is {fmt} and belongs to no qweight")
     if not modules:
         where = next(iter(tensors.values())).where if tensors else "the model"
         raise ModelError(f"{where}: quant_method is {quantization.method}, but no tensor is a qweight")
@@ -164,7 +166,8 @@ def _grouped(module: str, tensors: Mapping[str, TensorInfo], quantization: Quant
         tensor = tensors.get(name)
         if tensor is None:
             raise ModelError(f"{tensors[f'{module}.qweight'].where}: the tensor {quoted(name)} is missing")
-        if (tensor.fmt == INTEGERS) == (kind == "scales"):
+        integers = tensor.fmt == INTEGERS or (tensor.fmt == LONG_INTEGERS and kind == "g_idx")
+        if integers == (kind == "scales") or (kind == "scales" and tensor.fmt == LONG_INTEGERS):
             kinds = "floats were" if kind == "scales" else "I32 was"
             raise ModelError(f"{tensor.where}: the tensor {quoted(name)} is {tensor.fmt}, {kinds} expected")
         return tensor
@@ -208,7 +211,7 @@ def _grouped(module: str, tensors: Mapping[str, TensorInfo], quantization: Quant
 
 def _order(g_idx: TensorInfo, group: int, groups: int) -> np.ndarray | None:
     """The columns sorted by group; None if they are."""
-    of_column = _words(g_idx).view(np.int32)
+    of_column = g_idx.data.view("<i8" if g_idx.fmt == LONG_INTEGERS else "<i4").reshape(g_idx.shape)
     wrong = of_column[(of_column < 0) | (of_column >= groups)]
     if wrong.size:
         raise ModelError(

@@ -17,6 +17,8 @@ from typing import Any
 
 from xinfer_vk.errors import DownloadError, ModelError, UsageError
 from xinfer_vk.fields import parse_json, quoted
+from xinfer_vk.names import did_you_mean
+from xinfer_vk.weights.local import find_name, known_names, local_models
 from xinfer_vk.weights.mapped import read_small_file
 from xinfer_vk.weights.pull import MODELS, Progress, ensure_model
 from xinfer_vk.weights.safetensors_file import INDEX_NAME, MAX_INDEX_BYTES
@@ -43,9 +45,9 @@ PATTERNS = [
 def resolve_model(text: str, progress: Progress | None = None) -> Path:
     """The directory or ``.gguf`` file of a model.
 
-    ``text``: a path; a name of ``xinfer-vk pull``, which is downloaded when it is not there and there are no
-    terms to agree to; ``owner/name`` on the hub; or ``owner/name/file.gguf`` on the hub. A path that exists
-    wins. Raises :class:`UsageError`,
+    ``text``: a path; a name of ``xinfer-vk list`` or ``pull``, in any case, or a unique beginning of one (a
+    model to pull is downloaded if it is not there, unless it has terms to agree to); ``owner/name`` or
+    ``owner/name/file.gguf`` on the hub. A path that exists wins. Raises :class:`UsageError`,
     :class:`ModelError` or :class:`DownloadError`.
     """
     if not text.strip():
@@ -53,13 +55,16 @@ def resolve_model(text: str, progress: Progress | None = None) -> Path:
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):
         return path
-    if text in MODELS:
-        return ensure_model(text, progress)
+    name = None if "/" in text else find_name(text)
+    if name is not None:
+        return ensure_model(name, progress) if name in MODELS else local_models()[name].path
     file = HUB_FILE.fullmatch(text)
     if file is not None:
         return _hub_file(file[1], file[2])
     if HUB_NAME.fullmatch(text) and not text.endswith((".gguf", ".safetensors", ".json")):
         return _hub_directory(text)
+    if near := did_you_mean(text, known_names()):
+        raise ModelError(f"{quoted(text)}: no such file, directory or model: {near}")
     raise ModelError(
         f"{quoted(text)}: no such file or directory: give a model directory, a .gguf file, "
         f"{' or '.join(MODELS)}, or a name on the hub such as Qwen/Qwen2.5-0.5B-Instruct"

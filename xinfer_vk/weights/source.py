@@ -21,7 +21,7 @@ from xinfer_vk.models.rope_scaling import FACTOR_TENSORS, with_factors
 from xinfer_vk.weights.formats import as_f32
 from xinfer_vk.weights.gguf_file import PART_NAME, GGUFFile, read_gguf
 from xinfer_vk.weights.gguf_names import PERMUTED, hf_name
-from xinfer_vk.weights.grouped import INTEGERS, grouped_tensors
+from xinfer_vk.weights.grouped import INTEGERS, LONG_INTEGERS, grouped_tensors
 from xinfer_vk.weights.mapped import read_small_file
 from xinfer_vk.weights.quantization_config import read_quantization
 from xinfer_vk.weights.safetensors_file import (
@@ -38,6 +38,8 @@ __all__ = ["ModelSource", "TensorInfo", "open_model"]
 
 MAX_CONFIG_BYTES = 16 << 20
 SINGLE_NAME = "model.safetensors"
+SHARD_NAME = re.compile(r"-[0-9]{5}-of-[0-9]{5}\.(safetensors|bin)$")
+ADAPTER_NAME = re.compile(r"adapter_|lora", re.IGNORECASE)
 
 # Buffers that old checkpoints of these families carry and that the config already determines.
 KNOWN_EXTRA = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -67,13 +69,17 @@ class ModelSource:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know of the checkpoint, a line each."""
+        notices, ids, size = [], self.config.ids_left_out, self.config.vocab_size
+        if ids:
+            notices.append(f"{self.name}: left out {', '.join(ids)}: outside the vocabulary of {size} tokens")
         if not self.left_out:
-            return ()
+            return tuple(notices)
         parts = sorted({name.removeprefix("model.").split(".")[0] for name in self.left_out})
-        return (
+        notices.append(
             f"{self.name}: only the text model is used; {len(self.left_out)} tensors of {', '.join(parts)} "
-            "are left out",
+            "are left out"
         )
+        return tuple(notices)
 
     def close(self) -> None:
         close_all(self.tensors)
@@ -100,7 +106,10 @@ def open_model(path: Path, name: str | None = None) -> ModelSource:
         return _open_gguf(path, name or path.stem)
     if (path / "config.json").exists():
         return _open_hf(path, name or _directory_name(path))
-    ggufs = [p for p in sorted(path.glob("*.gguf")) if _part_number(p) == 1]
+    files = [p for p in sorted(path.glob("*.gguf")) if _part_number(p) == 1]
+    ggufs = [p for p in files if "mmproj" not in p.name.lower()]  # an image encoder beside the model
+    if files and not ggufs:
+        raise ModelError(f"{path}: has only {quoted(files[0].name)}, an image encoder: add the model's file")
     if len(ggufs) == 1:
         return _open_gguf(ggufs[0], name or ggufs[0].stem)
     if ggufs:
@@ -133,7 +142,7 @@ def _open_hf(path: Path, name: str) -> ModelSource:
     text = text_config(metadata, where)
     described = metadata if text is None else text
     quantization = read_quantization(described, path)
-    dtypes = FLOATS if quantization is None else {**FLOATS, "I32": INTEGERS}
+    dtypes = FLOATS if quantization is None else {**FLOATS, "I32": INTEGERS, "I64": LONG_INTEGERS}
     left_out: set[str] = set()
     tensors = _hf_tensors(path, dtypes, None if text is None else left_out)
     try:
@@ -174,13 +183,34 @@ def _hf_tensors(
     elif (path / INDEX_NAME).exists():
         tensors = read_sharded_safetensors(path / INDEX_NAME, ignore, dtypes)
     else:
-        found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-        hint = f", only {quoted(found[0])}: convert it with transformers' save_pretrained" if found else ""
-        raise ModelError(f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}{hint}")
+        tensors = read_safetensors(_only_safetensors(path), ignore, dtypes)
     if left_out is None:
         return tensors
     names = {name: text_name(name) or name for name in tensors}
     return {names[name]: replace(tensor, name=names[name]) for name, tensor in tensors.items()}
+
+
+def _only_safetensors(path: Path) -> Path:
+    """The weights of a directory that has them under a name of their own, as AutoGPTQ wrote them. Raises
+    :class:`ModelError` unless there is one such file that is a whole model."""
+    missing = f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}"
+    found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    whole = [name for name in found if name.endswith(".safetensors") and not ADAPTER_NAME.match(name)]
+    shards = [name for name in found if SHARD_NAME.search(name)]
+    if shards:
+        raise ModelError(
+            f"{missing}, only parts such as {quoted(shards[0])}: download the index, too, which lists them"
+        )
+    if len(whole) == 1:
+        return path / whole[0]
+    if whole:
+        raise ModelError(f"{missing}, but {', '.join(map(quoted, whole[:8]))}: name the model {SINGLE_NAME}")
+    if any(ADAPTER_NAME.match(name) for name in found):
+        raise ModelError(
+            f"{missing}, only an adapter: merge it into its base model (merge_and_unload of peft)"
+        )
+    hint = f", only {quoted(found[0])}: convert it with transformers' save_pretrained" if found else ""
+    raise ModelError(missing + hint)
 
 
 def _open_gguf(path: Path, name: str) -> ModelSource:

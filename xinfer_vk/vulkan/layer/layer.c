@@ -17,12 +17,14 @@
  *      kernels that have as many buffers and push constants.
  *   5. Counters, and a GPU timestamp per dispatch where wanted.
  *
- * Threads: the tables are locked; one device is used by one thread at a time (kp's own rule).
+ * Threads: the lists are locked; one device is used by one thread at a time (kp's own rule). A call by
+ * xinfer_* may come at any time: while it works on a device, vkDestroyDevice waits for it.
  *
  * Vulkan sections cited: 7.1 execution and memory dependencies, 7.9 host write ordering guarantees,
  * 18.2 timestamps (numbers of the 1.3 specification); "Architecture of the Vulkan Loader Interfaces".
  */
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -31,7 +33,7 @@
 #include <vulkan/vk_layer.h>
 #include <vulkan/vulkan.h>
 
-#define ABI_VERSION 6 /* layer.py refuses a library that says otherwise: raise both together */
+#define ABI_VERSION 7 /* layer.py refuses a library that says otherwise: raise both together */
 #define EXPORT __attribute__((visibility("default")))
 
 /* Headers before 1.3.255 (Debian 12) lack VK_KHR_cooperative_matrix; its numbers are the registry's. */
@@ -75,7 +77,9 @@ typedef VkResult(VKAPI_PTR *PFN_vkGetPhysicalDeviceCooperativeMatrixPropertiesKH
     X(CmdCopyBuffer) X(CreateQueryPool) X(DestroyQueryPool) X(CmdResetQueryPool) X(CmdWriteTimestamp)    \
     X(GetQueryPoolResults) X(GetBufferDeviceAddressKHR)
 
-typedef struct {
+typedef struct Instance {
+    struct Instance *next;
+    const void *key;
     VkInstance handle;
     PFN_vkGetInstanceProcAddr GetInstanceProcAddr;
     PFN_vkDestroyInstance DestroyInstance;
@@ -136,8 +140,11 @@ typedef struct {
     VkPipelineCache cache;
 } Unfinished;
 
-typedef struct {
-    uint64_t id; /* names the device to Python; never used twice */
+typedef struct Device {
+    struct Device *next;
+    const void *key;
+    uint32_t calls; /* of xinfer_* that are working on it */
+    uint64_t id;    /* names the device to Python; never used twice */
     VkDevice handle;
     PFN_vkGetDeviceProcAddr GetDeviceProcAddr;
 #define DECLARE(name) PFN_vk##name name;
@@ -167,50 +174,73 @@ typedef struct {
     uint32_t next_query_count; /* for the next command buffer only */
 } Device;
 
-enum { MAX_INSTANCES = 64, MAX_DEVICES = 64, MAX_INJECTIONS = 16 };
+enum { MAX_INJECTIONS = 16 };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static Instance instances[MAX_INSTANCES];
-static Device *devices[MAX_DEVICES];
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of all that follows, and of Device.calls */
+static pthread_cond_t call_ended = PTHREAD_COND_INITIALIZER;
+static Instance *instances;
+static Device *devices;
 static uint64_t device_count;                /* devices ever made */
 static _Thread_local uint64_t newest_device; /* the id of the last one this thread made */
 
 /* The loader stores a pointer to its dispatch table at the start of each dispatchable object; an
  * instance shares it with its physical devices, a device with its queues and command buffers. */
-static void *key_of(const void *dispatchable) { return *(void *const *)dispatchable; }
+static const void *key_of(const void *dispatchable) { return *(const void *const *)dispatchable; }
 
 static Instance *instance_of(const void *dispatchable)
 {
-    Instance *found = NULL;
+    const void *key = key_of(dispatchable);
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MAX_INSTANCES && !found; i++)
-        if (instances[i].handle && key_of(instances[i].handle) == key_of(dispatchable))
-            found = &instances[i];
+    Instance *found = instances;
+    while (found && found->key != key)
+        found = found->next;
     pthread_mutex_unlock(&lock);
     return found;
 }
 
 static Device *device_of(const void *dispatchable)
 {
-    Device *found = NULL;
+    const void *key = key_of(dispatchable);
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MAX_DEVICES && !found; i++)
-        if (devices[i] && key_of(devices[i]->handle) == key_of(dispatchable))
-            found = devices[i];
+    Device *found = devices;
+    while (found && found->key != key)
+        found = found->next;
     pthread_mutex_unlock(&lock);
     return found;
 }
 
-static Device *device_by_id(uint64_t id)
+/* `d`, the device of a call; one that is not known (it was destroyed) ends the call. */
+#define DEVICE_OF(dispatchable, ...)           \
+    Device *const d = device_of(dispatchable); \
+    if (!d)                                    \
+        return __VA_ARGS__
+
+/* The device with an id, which stays until `release`. */
+static Device *acquire(uint64_t id)
 {
-    Device *found = NULL;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MAX_DEVICES && !found; i++)
-        if (devices[i] && devices[i]->id == id)
-            found = devices[i];
+    Device *found = devices;
+    while (found && found->id != id)
+        found = found->next;
+    if (found)
+        found->calls++;
     pthread_mutex_unlock(&lock);
     return found;
 }
+
+static void release(Device *const *held)
+{
+    Device *d = *held;
+    if (!d)
+        return;
+    pthread_mutex_lock(&lock);
+    if (--d->calls == 0)
+        pthread_cond_broadcast(&call_ended);
+    pthread_mutex_unlock(&lock);
+}
+
+/* `d`, the device with an id, held until the block is left; null if there is none. */
+#define ON_DEVICE(id) __attribute__((cleanup(release))) Device *const d = acquire(id)
 
 /* ------------------------------------------------------------------------------------- failures -- */
 
@@ -234,7 +264,7 @@ static VkResult injected(const char *function)
 }
 
 /* Of all devices so far. Python reads it after every run: a load, where a call would cost more than the run. */
-EXPORT volatile uint32_t xinfer_failures;
+EXPORT _Atomic uint32_t xinfer_failures;
 
 /* Keeps a failure if it is the first; hands the result on. Positive results are no failures. */
 static VkResult keep(Device *d, const char *function, uint64_t size, VkResult result)
@@ -272,23 +302,25 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateInstance(
     PFN_vkGetInstanceProcAddr next = link->u.pLayerInfo->pfnNextGetInstanceProcAddr;
     link->u.pLayerInfo = link->u.pLayerInfo->pNext; /* what the layer below will see as its own */
     PFN_vkCreateInstance create = (PFN_vkCreateInstance)next(VK_NULL_HANDLE, "vkCreateInstance");
+    if (!create)
+        return VK_ERROR_INITIALIZATION_FAILED;
+    /* Before the call: after it nothing may fail, because the loader destroys an instance whose making failed. */
+    Instance *instance = calloc(1, sizeof *instance);
+    if (!instance)
+        return VK_ERROR_OUT_OF_HOST_MEMORY;
     VkResult result = create(info, allocator, out);
-    if (result != VK_SUCCESS)
+    if (result != VK_SUCCESS) {
+        free(instance);
         return result;
-
-    PFN_vkDestroyInstance destroy = (PFN_vkDestroyInstance)next(*out, "vkDestroyInstance");
-    pthread_mutex_lock(&lock);
-    int slot = 0;
-    while (slot < MAX_INSTANCES && instances[slot].handle)
-        slot++;
-    if (slot < MAX_INSTANCES)
-        instances[slot] = (Instance){*out, next, destroy};
-    pthread_mutex_unlock(&lock);
-    if (slot == MAX_INSTANCES) {
-        destroy(*out, allocator);
-        *out = VK_NULL_HANDLE;
-        return VK_ERROR_TOO_MANY_OBJECTS;
     }
+    instance->key = key_of(*out);
+    instance->handle = *out;
+    instance->GetInstanceProcAddr = next;
+    instance->DestroyInstance = (PFN_vkDestroyInstance)next(*out, "vkDestroyInstance");
+    pthread_mutex_lock(&lock);
+    instance->next = instances;
+    instances = instance;
+    pthread_mutex_unlock(&lock);
     return VK_SUCCESS;
 }
 
@@ -297,11 +329,14 @@ static VKAPI_ATTR void VKAPI_CALL DestroyInstance(VkInstance handle, const VkAll
     Instance *instance = handle ? instance_of(handle) : NULL;
     if (!instance)
         return;
-    PFN_vkDestroyInstance destroy = instance->DestroyInstance;
-    pthread_mutex_lock(&lock);
-    instance->handle = VK_NULL_HANDLE; /* first: a look-up reads the memory behind every handle */
+    pthread_mutex_lock(&lock); /* first out of the list: the next instance may get the same key */
+    Instance **at = &instances;
+    while (*at != instance)
+        at = &(*at)->next;
+    *at = instance->next;
     pthread_mutex_unlock(&lock);
-    destroy(handle, allocator);
+    instance->DestroyInstance(handle, allocator);
+    free(instance);
 }
 
 /* The bits of Device.features, in the order of layer.py's names. */
@@ -348,6 +383,43 @@ static bool offered(const VkExtensionProperties *available, uint32_t count, cons
 #define INSTANCE_FUNCTION(name) \
     PFN_vk##name name = (PFN_vk##name)instance->GetInstanceProcAddr(instance->handle, "vk" #name)
 
+static const char PORTABILITY_SUBSET[] = "VK_KHR_portability_subset"; /* of devices that lack a part of Vulkan */
+
+static VkExtensionProperties *device_extensions(Instance *instance, VkPhysicalDevice physical, uint32_t *count)
+{
+    INSTANCE_FUNCTION(EnumerateDeviceExtensionProperties);
+    *count = 0;
+    if (!EnumerateDeviceExtensionProperties ||
+        EnumerateDeviceExtensionProperties(physical, NULL, count, NULL) != VK_SUCCESS)
+        return NULL;
+    VkExtensionProperties *available = calloc(*count + 1, sizeof *available);
+    if (available && EnumerateDeviceExtensionProperties(physical, NULL, count, available) < 0)
+        *count = 0;
+    return available;
+}
+
+static bool offers(Instance *instance, VkPhysicalDevice physical, const char *extension)
+{
+    uint32_t count;
+    VkExtensionProperties *available = device_extensions(instance, physical, &count);
+    const bool found = available && offered(available, count, extension);
+    free(available);
+    return found;
+}
+
+/* Adds to a list of `count` names those that it lacks; their number then. */
+static uint32_t join(const char **names, uint32_t count, const Extensions *more)
+{
+    for (uint32_t i = 0; i < more->count; i++) {
+        bool known = false;
+        for (uint32_t j = 0; j < count; j++)
+            known |= !strcmp(names[j], more->names[i]);
+        if (!known)
+            names[count++] = more->names[i];
+    }
+    return count;
+}
+
 /* Whether a subgroup multiplies 16 x 16 matrices of f16 and adds them up in f32, the shape our shaders use. */
 static bool has_matrix_shape(Instance *instance, VkPhysicalDevice physical)
 {
@@ -386,20 +458,15 @@ static bool is_cpu(Instance *instance, VkPhysicalDevice physical)
 static uint32_t supported_features(
     Instance *instance, VkPhysicalDevice physical, Features *f, Extensions *wanted)
 {
-    INSTANCE_FUNCTION(EnumerateDeviceExtensionProperties);
     INSTANCE_FUNCTION(GetPhysicalDeviceFeatures2);
     memset(f, 0, sizeof *f);
     wanted->count = 0;
     f->core.sType = VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_FEATURES_2;
-    uint32_t count = 0;
-    if (!EnumerateDeviceExtensionProperties || !GetPhysicalDeviceFeatures2 ||
-        EnumerateDeviceExtensionProperties(physical, NULL, &count, NULL) != VK_SUCCESS)
-        return 0;
-    VkExtensionProperties *available = calloc(count + 1, sizeof *available);
+    uint32_t count;
+    VkExtensionProperties *available =
+        GetPhysicalDeviceFeatures2 ? device_extensions(instance, physical, &count) : NULL;
     if (!available)
         return 0;
-    if (EnumerateDeviceExtensionProperties(physical, NULL, &count, available) < 0)
-        count = 0;
 
     void **tail = &f->core.pNext;
 #define CHAIN(member, type)                                         \
@@ -509,66 +576,56 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateDevice(
 
     /* First with our features in front of the chain; if the driver will not have them, as asked. */
     Features features;
-    Extensions ours = {.count = 0};
-    VkDeviceCreateInfo extended = *info;
-    const char **names = NULL;
-    VkResult result = VK_ERROR_FEATURE_NOT_PRESENT;
+    Extensions ours = {.count = 0}, required = {.count = 0};
+    if (offers(instance, physical, PORTABILITY_SUBSET)) /* the specification: then it must be enabled */
+        required.names[required.count++] = PORTABILITY_SUBSET;
     if (!features_chosen)
         d->features = supported_features(instance, physical, &features, &ours);
-    if (d->features)
-        names = calloc(info->enabledExtensionCount + ours.count, sizeof *names);
-    if (names) {
-        uint32_t count = info->enabledExtensionCount;
-        if (count)
-            memcpy(names, info->ppEnabledExtensionNames, count * sizeof *names);
-        for (uint32_t i = 0; i < ours.count; i++) {
-            bool known = false;
-            for (uint32_t j = 0; j < info->enabledExtensionCount; j++)
-                known |= !strcmp(names[j], ours.names[i]);
-            if (!known)
-                names[count++] = ours.names[i];
-        }
+    VkDeviceCreateInfo extended = *info;
+    const char **names = calloc(info->enabledExtensionCount + 2 * MAX_EXTENSIONS, sizeof *names);
+    if (!names) {
+        free(d);
+        return VK_ERROR_OUT_OF_HOST_MEMORY;
+    }
+    extended.ppEnabledExtensionNames = names;
+    if (info->enabledExtensionCount)
+        memcpy(names, info->ppEnabledExtensionNames, info->enabledExtensionCount * sizeof *names);
+    const uint32_t as_asked = join(names, info->enabledExtensionCount, &required);
+    VkResult result = VK_ERROR_FEATURE_NOT_PRESENT;
+    if (d->features) {
         void **tail = &features.core.pNext;
         while (*tail)
             tail = (void **)&((VkBaseOutStructure *)*tail)->pNext;
         *tail = (void *)info->pNext;
         extended.pNext = &features.core;
-        extended.enabledExtensionCount = count;
-        extended.ppEnabledExtensionNames = names;
+        extended.enabledExtensionCount = join(names, as_asked, &ours);
         found->u.pLayerInfo = here->pNext;
         result = create(physical, &extended, allocator, out);
-        free(names);
     }
     if (result != VK_SUCCESS) {
         d->features = 0;
+        extended.pNext = info->pNext;
+        extended.enabledExtensionCount = as_asked;
         found->u.pLayerInfo = here->pNext; /* the layers below have moved it on */
-        result = create(physical, info, allocator, out);
+        result = create(physical, &extended, allocator, out);
     }
+    free(names);
     if (result != VK_SUCCESS) {
         free(d);
         return result;
     }
 
+    d->key = key_of(*out);
     d->handle = *out;
     d->GetDeviceProcAddr = here->pfnNextGetDeviceProcAddr;
 #define FETCH(name) d->name = (PFN_vk##name)d->GetDeviceProcAddr(*out, "vk" #name);
     NEXT_FUNCTIONS(FETCH)
     physical_properties(instance, physical, d);
     pthread_mutex_lock(&lock);
-    int slot = 0;
-    while (slot < MAX_DEVICES && devices[slot])
-        slot++;
-    if (slot < MAX_DEVICES) {
-        devices[slot] = d;
-        d->id = newest_device = ++device_count;
-    }
+    d->id = newest_device = ++device_count;
+    d->next = devices;
+    devices = d;
     pthread_mutex_unlock(&lock);
-    if (slot == MAX_DEVICES) {
-        d->DestroyDevice(*out, allocator);
-        *out = VK_NULL_HANDLE;
-        free(d);
-        return VK_ERROR_TOO_MANY_OBJECTS;
-    }
     return VK_SUCCESS;
 }
 
@@ -578,9 +635,12 @@ static VKAPI_ATTR void VKAPI_CALL DestroyDevice(VkDevice handle, const VkAllocat
     if (!d)
         return;
     pthread_mutex_lock(&lock);
-    for (int i = 0; i < MAX_DEVICES; i++)
-        if (devices[i] == d)
-            devices[i] = NULL;
+    Device **at = &devices;
+    while (*at != d)
+        at = &(*at)->next;
+    *at = d->next; /* from here on no call finds it */
+    while (d->calls)
+        pthread_cond_wait(&call_ended, &lock);
     pthread_mutex_unlock(&lock);
     while (d->recordings)
         forget_recording(d, &d->recordings);
@@ -608,7 +668,7 @@ static VKAPI_ATTR void VKAPI_CALL DestroyDevice(VkDevice handle, const VkAllocat
 static VKAPI_ATTR VkResult VKAPI_CALL CreateBuffer(
     VkDevice handle, const VkBufferCreateInfo *info, const VkAllocationCallbacks *allocator, VkBuffer *out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     *out = VK_NULL_HANDLE;
     VkBufferCreateInfo extended = *info;
     if (d->features & FEATURE_BUFFER_ADDRESS)
@@ -622,11 +682,10 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateBuffer(
 static VKAPI_ATTR void VKAPI_CALL GetBufferMemoryRequirements(
     VkDevice handle, VkBuffer buffer, VkMemoryRequirements *out)
 {
-    Device *d = device_of(handle);
+    memset(out, 0, sizeof *out); /* no memory type fits: kp throws */
+    DEVICE_OF(handle, );
     if (buffer)
         d->GetBufferMemoryRequirements(handle, buffer, out);
-    else
-        memset(out, 0, sizeof *out); /* no memory type fits: kp throws */
     d->type_bits = out->memoryTypeBits;
 }
 
@@ -649,8 +708,10 @@ static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
     VkDevice handle, const VkMemoryAllocateInfo *info, const VkAllocationCallbacks *allocator,
     VkDeviceMemory *out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     *out = VK_NULL_HANDLE;
+    const bool read_back = d->next_is_read_back;
+    d->next_is_read_back = false; /* also where this fails: it was said of this allocation alone */
     VkResult result = refused(d, "vkAllocateMemory", info->allocationSize);
     if (result != VK_SUCCESS)
         return result;
@@ -660,9 +721,8 @@ static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
         .flags = VK_MEMORY_ALLOCATE_DEVICE_ADDRESS_BIT_KHR};
     if (d->features & FEATURE_BUFFER_ADDRESS)
         chosen.pNext = &flags;
-    if (d->next_is_read_back)
+    if (read_back)
         chosen.memoryTypeIndex = cached_type(&d->memory, info->memoryTypeIndex, d->type_bits);
-    d->next_is_read_back = false;
     Allocation *a = malloc(sizeof *a);
     result = a ? d->AllocateMemory(handle, &chosen, allocator, out) : VK_ERROR_OUT_OF_HOST_MEMORY;
     if (result < 0 && a && chosen.memoryTypeIndex != info->memoryTypeIndex) {
@@ -685,7 +745,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL AllocateMemory(
 static VKAPI_ATTR void VKAPI_CALL FreeMemory(
     VkDevice handle, VkDeviceMemory memory, const VkAllocationCallbacks *allocator)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, );
     d->FreeMemory(handle, memory, allocator); /* null is fine */
     for (Allocation **at = &d->allocations; *at; at = &(*at)->next)
         if ((*at)->memory == memory) {
@@ -712,7 +772,7 @@ static VkResult abandon_tensor(Device *d, VkBuffer buffer, VkDeviceMemory memory
 static VKAPI_ATTR VkResult VKAPI_CALL BindBufferMemory(
     VkDevice handle, VkBuffer buffer, VkDeviceMemory memory, VkDeviceSize offset)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     VkResult result =
         memory ? d->BindBufferMemory(handle, buffer, memory, offset) : VK_ERROR_OUT_OF_DEVICE_MEMORY;
     if (keep(d, "vkBindBufferMemory", 0, result) != VK_SUCCESS)
@@ -726,7 +786,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL MapMemory(
     VkDevice handle, VkDeviceMemory memory, VkDeviceSize offset, VkDeviceSize size, VkMemoryMapFlags flags,
     void **out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     VkResult result = refused(d, "vkMapMemory", size);
     if (result == VK_SUCCESS)
         result = keep(d, "vkMapMemory", size, d->MapMemory(handle, memory, offset, size, flags, out));
@@ -742,7 +802,8 @@ static VKAPI_ATTR VkResult VKAPI_CALL FlushMappedMemoryRanges(
     for (uint32_t i = 0; i < count; i++)
         if (!ranges[i].size)
             return VK_SUCCESS;
-    return device_of(handle)->FlushMappedMemoryRanges(handle, count, ranges);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
+    return d->FlushMappedMemoryRanges(handle, count, ranges);
 }
 
 /* -------------------------------------------- objects that kp creates without looking at the result -- */
@@ -752,7 +813,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL FlushMappedMemoryRanges(
         VkDevice handle, const Vk##Name##CreateInfo *info, const VkAllocationCallbacks *allocator,    \
         Vk##Name *out)                                                                                \
     {                                                                                                 \
-        Device *d = device_of(handle);                                                                \
+        DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);                                                      \
         *out = VK_NULL_HANDLE;                                                                        \
         VkResult result = refused(d, "vkCreate" #Name, 0);                                            \
         if (result == VK_SUCCESS)                                                                     \
@@ -781,7 +842,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateDescriptorSetLayout(
     VkDevice handle, const VkDescriptorSetLayoutCreateInfo *info, const VkAllocationCallbacks *allocator,
     VkDescriptorSetLayout *out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     *out = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkCreateDescriptorSetLayout", 0);
     bool usual = !info->pNext && !info->flags;
@@ -808,7 +869,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreatePipelineLayout(
     VkDevice handle, const VkPipelineLayoutCreateInfo *info, const VkAllocationCallbacks *allocator,
     VkPipelineLayout *out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     *out = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkCreatePipelineLayout", 0);
     const VkPushConstantRange *range = info->pPushConstantRanges;
@@ -831,7 +892,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreatePipelineLayout(
 static VKAPI_ATTR void VKAPI_CALL DestroyDescriptorSetLayout(
     VkDevice handle, VkDescriptorSetLayout set, const VkAllocationCallbacks *allocator)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, );
     for (Layout *l = d->layouts; l; l = l->next)
         if (l->set == set)
             return;
@@ -841,7 +902,7 @@ static VKAPI_ATTR void VKAPI_CALL DestroyDescriptorSetLayout(
 static VKAPI_ATTR void VKAPI_CALL DestroyPipelineLayout(
     VkDevice handle, VkPipelineLayout pipeline, const VkAllocationCallbacks *allocator)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, );
     for (Layout *l = d->layouts; l; l = l->next)
         if (l->pipeline && l->pipeline == pipeline)
             return;
@@ -851,7 +912,7 @@ static VKAPI_ATTR void VKAPI_CALL DestroyPipelineLayout(
 static VKAPI_ATTR VkResult VKAPI_CALL AllocateDescriptorSets(
     VkDevice handle, const VkDescriptorSetAllocateInfo *info, VkDescriptorSet *out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     for (uint32_t i = 0; i < info->descriptorSetCount; i++)
         out[i] = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkAllocateDescriptorSets", 0);
@@ -867,7 +928,8 @@ static VKAPI_ATTR void VKAPI_CALL UpdateDescriptorSets(
     for (uint32_t i = 0; i < writes; i++)
         if (!write[i].dstSet)
             return;
-    device_of(handle)->UpdateDescriptorSets(handle, writes, write, copies, copy);
+    DEVICE_OF(handle, );
+    d->UpdateDescriptorSets(handle, writes, write, copies, copy);
 }
 
 /* The pipeline is the last thing that kp's Algorithm constructor makes. If it cannot be made (because
@@ -878,7 +940,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
     VkDevice handle, VkPipelineCache cache, uint32_t count, const VkComputePipelineCreateInfo *infos,
     const VkAllocationCallbacks *allocator, VkPipeline *out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     for (uint32_t i = 0; i < count; i++)
         out[i] = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkCreateComputePipelines", 0);
@@ -912,7 +974,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL CreateComputePipelines(
 static VKAPI_ATTR void VKAPI_CALL DestroyCommandPool(
     VkDevice handle, VkCommandPool pool, const VkAllocationCallbacks *allocator)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, );
     d->DestroyCommandPool(handle, pool, allocator); /* null is fine */
     for (Recording **at = &d->recordings; *at;)
         if ((*at)->pool == pool)
@@ -924,7 +986,7 @@ static VKAPI_ATTR void VKAPI_CALL DestroyCommandPool(
 static VKAPI_ATTR void VKAPI_CALL FreeCommandBuffers(
     VkDevice handle, VkCommandPool pool, uint32_t count, const VkCommandBuffer *buffers)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, );
     if (!pool)
         return; /* its creation failed, and so did all that came of it */
     d->FreeCommandBuffers(handle, pool, count, buffers);
@@ -939,7 +1001,7 @@ static VKAPI_ATTR void VKAPI_CALL FreeCommandBuffers(
 static VKAPI_ATTR VkResult VKAPI_CALL AllocateCommandBuffers(
     VkDevice handle, const VkCommandBufferAllocateInfo *info, VkCommandBuffer *out)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     for (uint32_t i = 0; i < info->commandBufferCount; i++)
         out[i] = VK_NULL_HANDLE;
     VkResult result = refused(d, "vkAllocateCommandBuffers", 0);
@@ -960,14 +1022,16 @@ static VKAPI_ATTR VkResult VKAPI_CALL AllocateCommandBuffers(
     return result;
 }
 
-/* The recording of a command buffer (each has one), moved to the front of the list: the next command is
- * most likely its too. */
+/* The recording of a command buffer (each has one until it is freed), moved to the front of the list: the
+ * next command is most likely its too. */
 static Recording *recording_of(Device *d, VkCommandBuffer commands)
 {
     Recording **at = &d->recordings;
-    while ((*at)->commands != commands)
+    while (*at && (*at)->commands != commands)
         at = &(*at)->next;
     Recording *r = *at;
+    if (!r)
+        return NULL;
     *at = r->next;
     r->next = d->recordings;
     d->recordings = r;
@@ -985,9 +1049,11 @@ static void timestamp(Device *d, Recording *r, VkCommandBuffer commands)
 static VKAPI_ATTR VkResult VKAPI_CALL BeginCommandBuffer(
     VkCommandBuffer commands, const VkCommandBufferBeginInfo *info)
 {
-    Device *d = device_of(commands);
+    DEVICE_OF(commands, VK_ERROR_DEVICE_LOST);
     Recording *r = recording_of(d, commands);
     VkResult result = keep(d, "vkBeginCommandBuffer", 0, d->BeginCommandBuffer(commands, info));
+    if (!r)
+        return result;
     r->id = ++d->recording_count;
     r->dispatches = r->barriers = 0;
     r->transfers = false;
@@ -1044,7 +1110,7 @@ static VKAPI_ATTR void VKAPI_CALL CmdPipelineBarrier(
     uint32_t memory_count, const VkMemoryBarrier *memory, uint32_t buffer_count,
     const VkBufferMemoryBarrier *buffers, uint32_t image_count, const VkImageMemoryBarrier *images)
 {
-    Device *d = device_of(commands);
+    DEVICE_OF(commands, );
     bool of_kp = from == VK_PIPELINE_STAGE_TRANSFER_BIT && to == VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT &&
                  !memory_count && !image_count && buffer_count == 1 &&
                  buffers->srcAccessMask == VK_ACCESS_TRANSFER_WRITE_BIT &&
@@ -1058,10 +1124,10 @@ static VKAPI_ATTR void VKAPI_CALL CmdPipelineBarrier(
 
 static VKAPI_ATTR void VKAPI_CALL CmdDispatch(VkCommandBuffer commands, uint32_t x, uint32_t y, uint32_t z)
 {
-    Device *d = device_of(commands);
+    DEVICE_OF(commands, );
     Recording *r = recording_of(d, commands);
     /* The first dispatch is never independent: submissions before this one may have written anything. */
-    if (!d->next_is_independent || !r->barriers)
+    if (r && (!d->next_is_independent || !r->barriers))
         barrier(d, r, commands, VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT,
             VK_ACCESS_SHADER_READ_BIT | VK_ACCESS_SHADER_WRITE_BIT);
     d->next_is_independent = false;
@@ -1070,19 +1136,23 @@ static VKAPI_ATTR void VKAPI_CALL CmdDispatch(VkCommandBuffer commands, uint32_t
         d->next_groups[0] = 0;
     }
     d->CmdDispatch(commands, x, y, z);
-    r->dispatches++;
     d->counters.dispatches_recorded++;
-    timestamp(d, r, commands);
+    if (r) {
+        r->dispatches++;
+        timestamp(d, r, commands);
+    }
 }
 
 static VKAPI_ATTR void VKAPI_CALL CmdCopyBuffer(
     VkCommandBuffer commands, VkBuffer from, VkBuffer to, uint32_t count, const VkBufferCopy *regions)
 {
-    Device *d = device_of(commands);
+    DEVICE_OF(commands, );
     Recording *r = recording_of(d, commands);
-    barrier(d, r, commands, VK_PIPELINE_STAGE_TRANSFER_BIT,
-        VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT);
-    r->transfers = true;
+    if (r) {
+        barrier(d, r, commands, VK_PIPELINE_STAGE_TRANSFER_BIT,
+            VK_ACCESS_TRANSFER_READ_BIT | VK_ACCESS_TRANSFER_WRITE_BIT);
+        r->transfers = true;
+    }
     d->CmdCopyBuffer(commands, from, to, count, regions);
 }
 
@@ -1090,9 +1160,9 @@ static VKAPI_ATTR void VKAPI_CALL CmdCopyBuffer(
  * barrier towards the host stage (section 7.1, and the note under vkWaitForFences). */
 static VKAPI_ATTR VkResult VKAPI_CALL EndCommandBuffer(VkCommandBuffer commands)
 {
-    Device *d = device_of(commands);
+    DEVICE_OF(commands, VK_ERROR_DEVICE_LOST);
     Recording *r = recording_of(d, commands);
-    if (r->dispatches || r->transfers)
+    if (r && (r->dispatches || r->transfers))
         barrier(d, r, commands, VK_PIPELINE_STAGE_HOST_BIT, VK_ACCESS_HOST_READ_BIT);
     return keep(d, "vkEndCommandBuffer", 0, d->EndCommandBuffer(commands));
 }
@@ -1109,7 +1179,7 @@ static uint64_t now_ns(void)
 static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(
     VkQueue queue, uint32_t count, const VkSubmitInfo *infos, VkFence fence)
 {
-    Device *d = device_of(queue);
+    DEVICE_OF(queue, VK_ERROR_DEVICE_LOST);
     VkResult result = refused(d, "vkQueueSubmit", 0);
     if (result != VK_SUCCESS)
         return result;
@@ -1120,8 +1190,8 @@ static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(
     for (uint32_t i = 0; i < count; i++)
         for (uint32_t j = 0; j < infos[i].commandBufferCount; j++) {
             Recording *r = recording_of(d, infos[i].pCommandBuffers[j]);
-            d->counters.dispatches_run += r->dispatches;
-            d->counters.barriers_run += r->barriers;
+            d->counters.dispatches_run += r ? r->dispatches : 0;
+            d->counters.barriers_run += r ? r->barriers : 0;
         }
     return result;
 }
@@ -1133,7 +1203,7 @@ static VKAPI_ATTR VkResult VKAPI_CALL QueueSubmit(
 static VKAPI_ATTR VkResult VKAPI_CALL WaitForFences(
     VkDevice handle, uint32_t count, const VkFence *fences, VkBool32 all, uint64_t timeout)
 {
-    Device *d = device_of(handle);
+    DEVICE_OF(handle, VK_ERROR_DEVICE_LOST);
     if (d->failure.result)
         return d->failure.result;
     const uint64_t begin = now_ns();
@@ -1221,20 +1291,20 @@ EXPORT uint64_t xinfer_take_newest_device(void)
 
 EXPORT uint32_t xinfer_features(uint64_t id)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     return d ? d->features : 0;
 }
 
 EXPORT void xinfer_uuid(uint64_t id, uint8_t out[VK_UUID_SIZE])
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
         memcpy(out, d->uuid, VK_UUID_SIZE);
 }
 
 EXPORT void xinfer_counters(uint64_t id, Counters *out)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
         *out = d->counters;
 }
@@ -1242,7 +1312,7 @@ EXPORT void xinfer_counters(uint64_t id, Counters *out)
 /* The first failure since the last call, which clears it; its result is returned, 0 if there was none. */
 EXPORT int32_t xinfer_take_failure(uint64_t id, Failure *out)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (!d || !d->failure.result)
         return 0;
     *out = d->failure;
@@ -1254,7 +1324,7 @@ EXPORT int32_t xinfer_take_failure(uint64_t id, Failure *out)
  * the last barrier wrote, nor writes what they read. */
 EXPORT void xinfer_next_is_independent(uint64_t id)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
         d->next_is_independent = true;
 }
@@ -1264,7 +1334,7 @@ EXPORT void xinfer_next_is_independent(uint64_t id)
  * this comes before vkBeginCommandBuffer, which kp calls as late as that.) */
 EXPORT void xinfer_next_groups(uint64_t id, uint32_t x, uint32_t y, uint32_t z)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
         d->next_groups[0] = x, d->next_groups[1] = y, d->next_groups[2] = z;
 }
@@ -1272,25 +1342,25 @@ EXPORT void xinfer_next_groups(uint64_t id, uint32_t x, uint32_t y, uint32_t z)
 /* Said before the next allocation of mapped memory: the host will read what the device writes there. */
 EXPORT void xinfer_next_is_read_back(uint64_t id)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
         d->next_is_read_back = true;
 }
 
-/* Said before the next pipeline is made: its shader counts on it that all subgroups have all their lanes (and
+/* Said before each pipeline is made: whether its shader counts on it that all subgroups have all their lanes (and
  * the device's subgroup size, which without VK_..._ALLOW_VARYING_SUBGROUP_SIZE they have anyway). Only where
  * FEATURE_SUBGROUP_SIZE_CONTROL is on, and for workgroups of whole subgroups. */
-EXPORT void xinfer_next_subgroups_full(uint64_t id)
+EXPORT void xinfer_next_subgroups_full(uint64_t id, int32_t full)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
-        d->next_subgroups_full = (d->features & FEATURE_SUBGROUP_SIZE_CONTROL) != 0;
+        d->next_subgroups_full = full && (d->features & FEATURE_SUBGROUP_SIZE_CONTROL) != 0;
 }
 
 /* The address of the buffer that was bound to memory last, for shaders; 0 if buffers have none. */
 EXPORT uint64_t xinfer_newest_address(uint64_t id)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (!d || !(d->features & FEATURE_BUFFER_ADDRESS) || !d->bound_buffer)
         return 0;
     VkBufferDeviceAddressInfoKHR info = {
@@ -1311,7 +1381,7 @@ EXPORT uint32_t xinfer_cached_type(
 /* For the tests' positive control: with barriers off, kp's own pass and ours are not made. */
 EXPORT void xinfer_set_barriers(uint64_t id, int32_t on)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
         d->barriers_off = !on;
 }
@@ -1319,7 +1389,7 @@ EXPORT void xinfer_set_barriers(uint64_t id, int32_t on)
 /* The next command buffer to begin gets room for `dispatches` timestamps. */
 EXPORT void xinfer_time_next_recording(uint64_t id, uint32_t dispatches)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (d)
         d->next_query_count = dispatches + 1;
 }
@@ -1327,7 +1397,7 @@ EXPORT void xinfer_time_next_recording(uint64_t id, uint32_t dispatches)
 /* The id of the command buffer that was begun last. */
 EXPORT uint64_t xinfer_newest_recording(uint64_t id)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     return d ? d->recording_count : 0;
 }
 
@@ -1335,7 +1405,7 @@ EXPORT uint64_t xinfer_newest_recording(uint64_t id)
  * of each dispatch. Returns how many there are (none if it was not timed); fills at most `capacity`. */
 EXPORT uint32_t xinfer_timestamps(uint64_t id, uint64_t recording, uint64_t *out, uint32_t capacity)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     for (Recording *r = d ? d->recordings : NULL; r; r = r->next)
         if (r->id == recording && r->queries) {
             uint32_t n = r->queries_written < capacity ? r->queries_written : capacity;
@@ -1351,7 +1421,7 @@ EXPORT uint32_t xinfer_timestamps(uint64_t id, uint64_t recording, uint64_t *out
  * checked: a driver may trust them). Returns a VkResult; a failure leaves things as they were. */
 EXPORT int32_t xinfer_cache_open(uint64_t id, const void *data, size_t size)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     if (!d || d->cache)
         return -1;
     VkPipelineCacheCreateInfo info = {
@@ -1365,7 +1435,7 @@ EXPORT int32_t xinfer_cache_open(uint64_t id, const void *data, size_t size)
 /* The cache's bytes: with `data` null only their number goes to `size`. Returns a VkResult. */
 EXPORT int32_t xinfer_cache_data(uint64_t id, void *data, size_t *size)
 {
-    Device *d = device_by_id(id);
+    ON_DEVICE(id);
     return d && d->cache ? d->GetPipelineCacheData(d->handle, d->cache, size, data) : -1;
 }
 
