@@ -39,6 +39,7 @@ from xinfer_vk.text.chat import ChatTemplate, encode_chat, is_instruct
 from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.thinking import ThinkingSplitter, opened_by, tag_ids, thinks
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
+from xinfer_vk.vulkan.guard import ForkableLock
 from xinfer_vk.vulkan.runtime import open_runtime
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class LLM:
         self.activations, self.sampler = given.activations, given.sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
         self._runner: ModelRunner | None = None
-        self._lock = threading.RLock()  # held during each step
+        self._lock = ForkableLock()  # held during each step
         self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
         self._closed = False
         with open_checkpoint(given, progress) as source:
@@ -496,6 +497,8 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(CLOSED)
+        if check := getattr(self.runtime, "check_process", None):  # before a step writes to mapped memory
+            check()
 
     def __enter__(self) -> LLM:
         return self
