@@ -17,8 +17,9 @@ from xinfer_vk.cli.app import run
 from xinfer_vk.cli.bench_against import other_side, ratios, this_side
 from xinfer_vk.cli.bench_plot import draw_batch, draw_context, lines, tokens_and_batch
 from xinfer_vk.cli.bench_report import FORMATS as OUTPUTS
-from xinfer_vk.cli.bench_report import as_csv, as_markdown, as_record, fitted_table, markdown_table
+from xinfer_vk.cli.bench_report import Report, as_csv, as_markdown, as_record, fitted_table, markdown_table
 from xinfer_vk.cli.output import OutputError, ReaderGone
+from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.engine.bench import Bench, Peak, Workload, load_subject, measure_peak
 from xinfer_vk.engine.costs import Batch, plan_cost
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError
@@ -399,7 +400,7 @@ def test_products_are_tuned_as_they_are_made_and_the_tuner_is_heard(capsys, tiny
         asked.append((how, options["activations"]))
         return ("matvec 128 is off by 2 here: it is not used",)
 
-    monkeypatch.setattr("xinfer_vk.engine.bench.tune_products", tune)
+    monkeypatch.setattr("xinfer_vk.loading.tune", tune)
     code, _, err = bench(
         capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
     )
@@ -805,3 +806,21 @@ def test_plots_say_what_was_measured_in_seconds_whole_ticks_and_with_the_spread(
         r["new_tokens"] = 9
     legend = draw_batch(batch).axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["8 tokens", "9 tokens"]
+
+
+def test_a_table_in_a_pipe_grows_row_by_row_and_is_the_same_table(capsys, tiny):
+    _, out, _ = bench(capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "json")
+    rows = [{**row, "device_index": i} for i in range(2) for row in json.loads(out)]
+    shown = []
+    with Report("md", None, ProgressBar(enabled=False)) as report:
+        for row in rows:
+            report.add(row)
+            shown.append(capsys.readouterr().out)
+            assert f" {row['test']} " in shown[-1], "the row is there when it was measured"
+    shown.append(capsys.readouterr().out)
+
+    def words(table: str) -> list[list[str]]:
+        lines = [line for line in table.splitlines() if not line.startswith("| --")]
+        return [line.split() for line in lines]
+
+    assert words("".join(shown)) == words(as_markdown(rows))

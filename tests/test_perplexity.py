@@ -229,7 +229,7 @@ def test_many_targets_are_read_at_once_as_they_are_one_by_one(device: Any, model
     inputs, targets = IDS[:20], IDS[1:21]
     rows = [RowParams(SamplingParams(logprobs=0), target=target) for target in targets]
     with LLM(model, device=str(device.index), kv_dtype="f32") as llm:
-        runner = llm._runner_for(64)
+        runner = llm._open_engine().runner
         sequence = runner.cache.open()
 
         def run() -> None:

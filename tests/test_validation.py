@@ -194,3 +194,14 @@ def test_products_of_one_input_can_run_in_any_order(tmp_path: Path, activations:
         results.append(model.logits(list(range(7, 27)), None))
         assert any(step.independent for step in model.runner.last_plan.steps)
     np.testing.assert_array_equal(results[0], results[1])
+
+
+FAMILIES = sorted(p for p in (TESTS / "fixtures" / "models" / "families").iterdir() if p.is_dir())
+
+
+@pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.name)
+def test_a_model_of_each_family_gives_the_same_bits_in_any_order(path: Path) -> None:
+    results = [
+        Loaded(runtime, path).logits(list(range(7, 27)), None) for runtime in (NumpyRuntime(), AnyOrder())
+    ]
+    np.testing.assert_array_equal(results[0], results[1])

@@ -102,7 +102,7 @@ COUNTS = Counts()
     type=click.Choice(FORMATS),
     default="md",
     show_default=True,
-    help="Output format: a table, or all figures as data. jsonl prints each row as it is measured.",
+    help="Output format: a table, or all figures as data. jsonl, and md in a pipe, print each row at once.",
 )
 @click.option("--quiet", "-q", is_flag=True, help="Print only the results.")
 @click.pass_context

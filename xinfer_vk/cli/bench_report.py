@@ -180,9 +180,13 @@ class Report:
     def __init__(self, form: str, plots: str | None, progress: ProgressBar) -> None:
         self._form, self._plots, self._progress = form, plots, progress
         self.records: list[dict[str, Any]] = []
+        self._streams = form == "md" and terminal_columns() is None  # a table in a pipe grows row by row
+        self._device_rows: list[dict[str, Any]] = []  # of the table that grows
 
     def add(self, record: dict[str, Any]) -> None:
         self.records.append(record)
+        if self._streams:
+            self._stream(record)
         if self._form == "jsonl":
             say_json(self.records[-1])
 
@@ -206,8 +210,28 @@ class Report:
             say(json.dumps(self.records, indent=1))
         elif self._form == "csv":
             say(as_csv(self.records), end="")
+        elif self._streams:
+            self._end_table()
         elif self._form == "md":
             say(as_markdown(self.records, terminal_columns()))
+
+    def _stream(self, record: dict[str, Any]) -> None:
+        """Print a row; it is padded as the first one of its device is."""
+        if self._device_rows and _device(self._device_rows[0]) != _device(record):
+            self._end_table()
+            say("")
+        if not self._device_rows:
+            table = markdown_table(COLUMNS, [cells(record)])
+            say("\n".join([headline(record), "", *table]))
+        else:
+            say(markdown_table(COLUMNS, [cells(self._device_rows[0]), cells(record)])[-1])
+        self._device_rows.append(record)
+
+    def _end_table(self) -> None:
+        """What follows the rows of a device."""
+        for part in below_table(self._device_rows, None):
+            say(f"\n{part}")
+        self._device_rows = []
 
     def _draw(self, error: BaseException | None) -> None:
         if self._plots is None:
@@ -252,10 +276,15 @@ def as_markdown(records: Sequence[Mapping[str, Any]], columns: int | None = None
         rows = [r for r in records if _device(r) == device]
         table = fitted_table(COLUMNS, [cells(r) for r in rows], KEYS, columns)
         parts.append("\n".join([headline(rows[0]), "", *table]))
-        models = {(r["model"], r["kv_dtype"]): r for r in rows}  # the last of each: it knows the peak
-        parts.append("\n".join(map(memory_line, models.values())))
-        parts += [profile_table(r, columns) for r in rows if "profile" in r]
+        parts += below_table(rows, columns)
     return "\n\n".join(parts)
+
+
+def below_table(rows: Sequence[Mapping[str, Any]], columns: int | None) -> list[str]:
+    """Memory of each model, and the profiles, of one device's rows."""
+    models = {(r["model"], r["kv_dtype"]): r for r in rows}  # the last of each: it knows the peak
+    memory = "\n".join(map(memory_line, models.values()))
+    return [memory, *(profile_table(r, columns) for r in rows if "profile" in r)]
 
 
 def _device(r: Mapping[str, Any]) -> tuple[Any, ...]:

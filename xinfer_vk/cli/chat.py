@@ -12,6 +12,7 @@ import click
 from xinfer_vk.cli.debug import wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, terminated
 from xinfer_vk.cli.options import (
+    KV_MEMORY_OPTION,
     TEMPLATE_OPTION,
     model_options,
     params_from_options,
@@ -47,6 +48,7 @@ MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
     type=click.IntRange(min=1),
     help="Tokens a conversation may take. [default: 4096, or what the model was made for]",
 )
+@KV_MEMORY_OPTION
 @click.option(
     "--on-full",
     type=click.Choice(["drop-oldest", "refuse"]),
@@ -66,6 +68,7 @@ def command(
     system: str | None,
     max_new_tokens: int | None,
     context: int | None,
+    kv_memory: int | float | None,
     on_full: str,
     load: str | None,
     template_arg: tuple[str, ...],
@@ -100,6 +103,7 @@ def command(
             return LLM(
                 **{**chosen, "model": name},
                 context=context,
+                kv_memory=kv_memory,
                 sampler=sampler,  # type: ignore[arg-type]
                 progress=progress,
             )

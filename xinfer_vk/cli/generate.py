@@ -15,6 +15,7 @@ from xinfer_vk.cli.answer import AnswerWriter
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.jsonl import PromptLine, ResultWriter, check_output, read_prompts, resume
 from xinfer_vk.cli.options import (
+    KV_MEMORY_OPTION,
     TEMPLATE_OPTION,
     model_options,
     params_from_options,
@@ -119,8 +120,9 @@ def gather_prompts(
     "--context",
     "-c",
     type=click.IntRange(min=1),
-    help="Tokens the KV cache holds of a sequence. [default: prompt + max new tokens]",
+    help="The most tokens of a sequence. [default: what the model was made for, if memory holds it]",
 )
+@KV_MEMORY_OPTION
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @sampling_options
 @click.option("--logprobs", type=int, help="Log-probabilities of the tokens and of the N most likely.")
@@ -144,6 +146,7 @@ def command(
     max_new_tokens: int,
     samples: int,
     context: int | None,
+    kv_memory: int | float | None,
     ignore_eos: bool,
     logprobs: int | None,
     prompt_logprobs: bool,
@@ -195,6 +198,7 @@ def command(
         with LLM(
             **chosen,
             context=context,
+            kv_memory=kv_memory,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,
         ) as llm:  # fmt: skip

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -110,6 +112,38 @@ TEMPLATE_OPTION = click.option(
     multiple=True,
     metavar="NAME=VALUE",
     help="A variable of the chat template, as in enable_thinking=false. May be repeated.",
+)
+
+
+class MemorySize(click.ParamType):
+    """Bytes, with or without a unit, or a share of what is free: 2GB, 512MiB, 50%."""
+
+    name = "SIZE"
+    UNITS = MappingProxyType(
+        {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+    )
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | float | None:
+        if value is None or isinstance(value, (int, float)):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|(?:([kmg]i?)b?|b)?)", str(value).strip().lower())
+        number = float(found[1]) if found else 0.0
+        share = found is not None and found[2] == "%"
+        if found is None or number <= 0 or (share and number > 100):
+            raise UsageError(
+                f"--kv-memory {quoted(value)}: write a size such as 2GB or 512MiB, or a share of what is "
+                "free such as 50%"
+            )
+        return number / 100 if share else max(1, int(number * self.UNITS[found[3] or ""]))
+
+
+KV_MEMORY_OPTION = click.option(
+    "--kv-memory",
+    type=MemorySize(),
+    help="Memory of the KV cache, for all sequences: 2GB, 512MiB, or a share of what is free, 50%. "
+    "[default: one context]",
 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, setting
 
 if TYPE_CHECKING:
     from xinfer_vk.models.config import ModelConfig
@@ -23,14 +23,15 @@ PREFILL_CHUNK = 512
 class EngineConfig:
     """How a model is opened.
 
-    ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a pulled
-    model. ``device``: an index, part of a name, "numpy", or None for the best there is. ``kv_dtype``: "f16",
-    "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0" turns the matrices of a
-    model in f16, bf16 or f32 into that format while it loads. ``activations``: "f32", or "int8", which rounds
-    the inputs of products to 8 bits. ``context``: the most tokens of one sequence; None is what the model was
-    made for. ``prefill_chunk``: the most prompt tokens of a step. ``sampler``: "device", or "cpu" for the
-    NumPy reference. ``tune``: how thoroughly the fastest kernels are looked for when a GPU meets such
-    matrices for the first time.
+    ``model``: a directory in Hugging Face layout, a ``.gguf`` file, a hub name, or the name of a
+    pulled model. ``device``: an index, part of a name, "numpy" for no Vulkan, or None for the best device.
+    ``kv_dtype``: "f16", "f32", "q8_0" or "q4_0". ``quantize``: "q8_0", "q6_k", "q4_k", "q4_1" or "q4_0"
+    converts the matrices of a model in f16, bf16 or f32 while it loads. ``activations``: "f32", or "int8",
+    which rounds the inputs of matrix products to 8 bits. ``context``: the most tokens of one sequence; None:
+    what the model was made for. ``kv_memory``: of the KV cache, which all sequences share: bytes (int), or a
+    share of the free memory (float); None holds one context. ``prefill_chunk``: the most prompt tokens in one
+    step. ``sampler``: "device", or "cpu" for the NumPy reference. ``tune``: how thoroughly to search for the
+    fastest kernels when a GPU first meets such matrices ("off", "quick", "full").
 
     Raises :class:`UsageError`, naming the field, for a value that cannot be.
     """
@@ -41,6 +42,7 @@ class EngineConfig:
     quantize: str | None = None
     activations: Activations = "f32"
     context: int | None = None
+    kv_memory: int | float | None = None
     prefill_chunk: int = PREFILL_CHUNK
     sampler: Sampler = "device"
     tune: Tune = "quick"
@@ -51,6 +53,13 @@ class EngineConfig:
                 raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
         if not isinstance(self.kv_dtype, str):
             raise UsageError(f"kv_dtype is {self.kv_dtype!r}: it is the name of a number format")
+        memory = self.kv_memory
+        if memory is not None:
+            share = isinstance(memory, float) and 0 < memory <= 1
+            if not share and (not isinstance(memory, int) or isinstance(memory, bool) or memory < 1):
+                raise UsageError(
+                    f"{setting('kv_memory')} is {memory!r}: it is a number of bytes, or a share below 1.0"
+                )
         choices: tuple[tuple[str, Any], ...] = (
             ("sampler", Sampler),
             ("activations", Activations),

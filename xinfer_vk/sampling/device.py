@@ -199,13 +199,18 @@ def _variant_of(records: np.ndarray) -> SamplerVariant:
 def check_tokens(tokens: Sequence[int] | np.ndarray, positions: Sequence[int], step: int) -> None:
     """Raise :class:`NumericError`, naming the step and the position, if a row of ``result`` is no token."""
     for token, position in zip(tokens, positions):
-        if token == NAN_TOKEN:
-            raise NumericError(
-                f"step {step}: the logits for position {position} hold NaN or +inf; run `xinfer-vk selftest` "
-                "to check the device, and check the model's weights"
-            )
-        if token == NO_TOKEN:
-            raise NumericError(
-                f"step {step}: no token is possible at position {position}: all logits are -inf or banned; "
-                "ban fewer tokens"
-            )
+        if token >= NO_TOKEN:
+            raise no_token_error(int(token), position, step)
+
+
+def no_token_error(token: int, position: int, step: int) -> NumericError:
+    """Why a row of ``result`` is no token: it is :data:`NAN_TOKEN` or :data:`NO_TOKEN`."""
+    if token == NAN_TOKEN:
+        return NumericError(
+            f"step {step}: the logits for position {position} hold NaN or +inf; run `xinfer-vk selftest` "
+            "to check the device, and check the model's weights"
+        )
+    return NumericError(
+        f"step {step}: no token is possible at position {position}: all logits are -inf or banned; "
+        "ban fewer tokens"
+    )

@@ -50,6 +50,8 @@ def check_memory(device: str) -> None:
     except (OSError, subprocess.SubprocessError):
         return  # no process to try it in
     said = done.stdout.strip()
+    if said == OTHER and left < limits.DRIVERS_BYTES:  # a driver that does not fit is not listed
+        raise limits.out_of_memory(f"the device was not found in the {left >> 20} MB that are left")
     if said in (WORKS, OTHER):  # another error comes again here, with its own message
         return
     how = "" if said == MEMORY else f" (a trial ended by {_ended_by(done.returncode)})"
