@@ -294,8 +294,10 @@ class ModelRunner:
         if not cache.copies:
             return
         if self._copies is None:
+            began = time.perf_counter()
             steps = cache.copy_steps(self._state, self._copy_list)
             self._copies = self.runtime.prepare(Plan("copied blocks", tuple(steps)))
+            self.compile_s += time.perf_counter() - began
         regions = cache.copy_list()
         for at in range(0, len(regions), most):
             self._write(self._copy_list, region_list(regions[at : at + most]))
