@@ -19,7 +19,7 @@ from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
     [
         ("context", 0, "context is 0: it must be at least 1 token"),
         ("context", True, "context is True"),
-        ("prefill_chunk", -1, "prefill chunk is -1"),
+        ("prefill_chunk", -1, "prefill_chunk is -1"),
         ("kv_dtype", 16, "kv_dtype is 16"),
         ("sampler", "gpu", "sampler is 'gpu': it is device or cpu"),
         ("activations", "int4", "activations is 'int4': it is f32 or int8"),

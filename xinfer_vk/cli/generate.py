@@ -35,7 +35,7 @@ from xinfer_vk.cli.report import (
 from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode, read_prompt
 from xinfer_vk.engine.metrics import format_rate, format_seconds
-from xinfer_vk.errors import NumericError, UsageError, XinferError
+from xinfer_vk.errors import NumericError, UsageError, XinferError, parameter_words
 from xinfer_vk.sampling.params import DEFAULT_MAX_NEW_TOKENS
 from xinfer_vk.text.thinking import Piece
 
@@ -290,8 +290,10 @@ class Batch:
         self.params: list[SamplingParams] = []
         for line in lines:
             try:
-                chosen = params.replace(**line.fields) if line.fields else params
-                chosen.check_vocabulary(llm.config.vocab_size)
+                params.check_vocabulary(llm.config.vocab_size)
+                with parameter_words():  # those of the prompts' file
+                    chosen = params.replace(**line.fields) if line.fields else params
+                    chosen.check_vocabulary(llm.config.vocab_size)
                 llm.check_prompt(line.prompt, self.raw)
                 text_system = line.system if line.system is not None else system
                 ids = llm.encode(line.prompt, system=text_system, raw=self.raw, template_args=template_args)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from xinfer_vk.blocks import Sequences, common_prefix
 from xinfer_vk.engine.request import Request
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 
 Outputs = Literal["none", "last", "all"]
@@ -103,7 +103,7 @@ class Scheduler:
         if request.prompt >= min(pool, self.sequences.capacity):
             raise UsageError(
                 f"the prompt is {request.prompt} tokens, and the KV cache has room for {pool}: use a larger "
-                "--kv-memory or a shorter prompt"
+                f"{setting('kv_memory')} or a shorter prompt"
             )
         request.most = min(request.most, min(pool, self.sequences.capacity) - request.prompt)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1

@@ -106,7 +106,7 @@ class LLM:
         self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
         self._closed = False
         with open_checkpoint(given, progress) as source:
-            self.name, self.config = source.name, source.config
+            self.name, self.config, self.model_files = source.name, source.config, source.files
             given.check_model(self.config, self.name)  # before anything is loaded
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
@@ -446,7 +446,9 @@ class LLM:
         room = self.context or self.config.max_position
         windowing = Windowing.of(context, stride, convention, room)
         if windowing.context > room:
-            raise UsageError(f"context {context} is more than the {room} tokens there is room for: use less")
+            raise UsageError(
+                f"{setting('context')} {context} is more than the {room} tokens there is room for: use less"
+            )
         return evaluate(
             self,
             text,
@@ -558,7 +560,8 @@ class LLM:
             )
         if len(params.logit_bias) > BIAS_ENTRIES // 2:
             raise UsageError(
-                f"logit_bias has {len(params.logit_bias)} tokens: it must be at most {BIAS_ENTRIES // 2}"
+                f"{setting('logit_bias')} has {len(params.logit_bias)} tokens: it must be at most "
+                f"{BIAS_ENTRIES // 2}"
             )
 
     def _generation(
