@@ -267,11 +267,9 @@ class SamplingParams:
             raise _refused("sampler_order", order, f"a list of these: {known}")
         for i, stage in enumerate(order):
             if stage not in STAGES:
-                raise _refused("sampler_order", stage, f"made of these: {known}", "names")
+                raise _refused("sampler_order", stage, f"a list of these: {known}", "names")
             if stage in order[:i]:
-                raise UsageError(
-                    f"{named('sampler_order')} names {stage} twice: each stage may be there once"
-                )
+                raise UsageError(f"{named('sampler_order')} names {stage} twice: list each stage once")
         return tuple(order)
 
     def _refuse_contradictions(self) -> None:
@@ -315,7 +313,7 @@ def _checked_processors(processors: object) -> tuple[LogitsProcessor, ...]:
         raise _refused("logits_processors", processors, "a function, or a list of functions")
     for function in processors:
         if not callable(function):
-            raise _refused("logits_processors", function, "made of functions", "has")
+            raise _refused("logits_processors", function, "a list of functions", "has")
     return tuple(processors)
 
 
@@ -379,7 +377,7 @@ def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
         raise _refused(name, ids, "a list of token ids")
     for token in ids:
         if not _is_token(token):
-            raise _refused(name, token, "made of token ids, whole numbers from 0", "names")
+            raise _refused(name, token, "a list of token ids, which are whole numbers from 0", "names")
     return tuple(int(token) for token in ids)
 
 
@@ -389,7 +387,9 @@ def _checked_bias(bias: object) -> Mapping[int, float]:
     checked: dict[int, float] = {}
     for token, value in bias.items():
         if not _is_token(token):
-            raise _refused("logit_bias", token, "for token ids, whole numbers from 0", "names")
+            raise _refused(
+                "logit_bias", token, "a map from token ids, which are whole numbers from 0", "names"
+            )
         amount = _as_float(value)
         if amount != -math.inf and not abs(amount) <= MAX_BIAS:
             allowed = "between -1e30 and 1e30, or -inf to ban it"
@@ -405,7 +405,7 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
         raise _refused("stop", stop, "a list of strings")
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise _refused("stop", text, "made of strings that are not empty", "has")
+            raise _refused("stop", text, "a list of non-empty strings", "has")
     return tuple(stop)
 
 
@@ -418,11 +418,11 @@ def _checked_bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     for word in words:
         if isinstance(word, str):
             if not word.strip():
-                raise _refused("bad_words", word, "made of strings that are not empty", "has")
+                raise _refused("bad_words", word, "a list of non-empty strings", "has")
             checked.append(word)
         else:
             ids = _checked_ids("bad_words", word)
             if not ids:
-                raise _refused("bad_words", ids, "made of at least one token each", "has")
+                raise _refused("bad_words", ids, "a list of words of at least one token", "has")
             checked.append(ids)
     return tuple(checked)
