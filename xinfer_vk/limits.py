@@ -96,9 +96,8 @@ def out_of_memory(what: str) -> OutOfMemoryError:
     """The error of a process that a limit leaves too little memory."""
     limit = memory_limit()
     remedy = f"raise {limit}" if limit else "free some"
-    return OutOfMemoryError(
-        f"out of memory: {what}: {remedy}, or use {setting('device', 'numpy')}, which takes less"
-    )
+    smaller = setting("device", "numpy")
+    return OutOfMemoryError(f"out of memory: {what}: {remedy}, or use {smaller}, which takes less")
 
 
 def require_file_handles() -> None:

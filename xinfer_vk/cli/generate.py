@@ -159,8 +159,8 @@ def command(
     The text streams to standard output; notices and timing go to standard error. A model's thinking is dim on
     a terminal, and between <think> and </think> elsewhere; --json reports it separately. The default is
     greedy decoding; --temperature and the options after it control sampling. Several prompts (--prompt
-    repeated, or --prompts) run as one batch, and each result is printed, or written to --output, when it ends.
-    Ctrl-C (exit code 130) and SIGTERM (143) stop early and keep the text so far.
+    repeated, or --prompts) run as one batch, and each result is printed, or written to --output, when it
+    ends. Ctrl-C (exit code 130) and SIGTERM (143) stop early and keep the text so far.
     """
     if output is not None:
         refuse_inputs(
