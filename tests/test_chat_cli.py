@@ -457,6 +457,27 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_save_does_not_replace_the_model(chat: Chat, model: Path, tmp_path: Path) -> None:
+    chat.handle("Hello")
+    link = tmp_path / "link.json"
+    link.symlink_to(model / "config.json")
+    before = (model / "config.json").read_bytes()
+    for path in (model / "config.json", model / "model.safetensors", link):
+        with pytest.raises(
+            UsageError, match=r"/save .* is in the directory of the model: write to another file"
+        ):
+            chat.handle(f"/save -f {path}")
+    assert (model / "config.json").read_bytes() == before
+    part = tmp_path / "model-00002-of-00002.gguf"
+    part.write_bytes(b"a part")
+    files, chat.session.llm.model_files = chat.session.llm.model_files, (tmp_path / "one.gguf", part)
+    try:
+        with pytest.raises(UsageError, match="is the file of the model"):
+            chat.handle(f"/save -f {part}")
+    finally:
+        chat.session.llm.model_files = files
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
@@ -803,7 +824,7 @@ def test_an_error_in_a_pipe_is_one_line_and_an_exit_code(model: Path, llm: LLM) 
     ("args", "words_"),
     [
         (["--temperature", "-x"], ["temperature"]),
-        (["--top-p", "-1"], ["top_p is -1"]),
+        (["--top-p", "-1"], ["--top-p is -1"]),
         (["--on-full", "explode"], ["on-full", "drop-oldest"]),
         (["--context", "5000"], ["context 5000", "4096"]),
     ],

@@ -21,7 +21,7 @@ from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
     [
         ("context", 0, "context is 0: it must be at least 1 token"),
         ("context", True, "context is True"),
-        ("prefill_chunk", -1, "prefill chunk is -1"),
+        ("prefill_chunk", -1, "prefill_chunk is -1"),
         ("kv_dtype", 16, "kv_dtype is 16"),
         ("kv_memory", 0, "kv_memory is 0: it is a number of bytes, or a share below 1.0"),
         ("kv_memory", 1.5, "kv_memory is 1.5"),

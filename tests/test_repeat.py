@@ -22,6 +22,24 @@ def test_the_same_prompt_twice_gives_the_same_logits_bit_for_bit(tiny_model: Pat
     np.testing.assert_array_equal(first.view(np.uint32), third.view(np.uint32))
 
 
+def test_sampled_texts_and_their_probabilities_are_the_same_again(tiny_model: Path, device) -> None:
+    """Prompt and decode steps, also after other work and beside another sequence."""
+
+    def texts(llm: LLM) -> list[tuple[list[int], list[float]]]:
+        found = llm.batch(
+            [PROMPT, PROMPT[:4]], max_new_tokens=24, ignore_eos=True, seed=5, temperature=1.0, logprobs=0
+        )
+        return [(r.token_ids, [t.logprob for t in r.logprobs]) for r in found]
+
+    with LLM(tiny_model, device=str(device.index)) as llm:
+        first = texts(llm)
+        llm.generate(list(range(30, 90)), max_new_tokens=8, ignore_eos=True)
+        second = texts(llm)
+    with LLM(tiny_model, device=str(device.index)) as llm:
+        third = texts(llm)
+    assert first == second == third
+
+
 def test_a_greedy_text_of_64_tokens_is_the_same_on_the_device_and_on_numpy(tiny_model: Path, device) -> None:
     texts = []
     for name in (str(device.index), "numpy"):

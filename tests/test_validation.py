@@ -158,6 +158,17 @@ def test_whole_models_are_valid_vulkan(device, tmp_path):
     assert_clean(*run_validated(device, tmp_path, *arguments, **environment))
 
 
+@devices
+@pytest.mark.parametrize("models", ["small", pytest.param("demo", marks=pytest.mark.tier_all)])
+def test_models_with_marks_have_every_barrier_that_they_need(device, models, tmp_path):
+    """Marked steps write different columns of one buffer, which validation knows only as a whole: newer
+    layers report that."""
+    file, which = str(TESTS / "validation" / "marked_models.py"), "demo" if models == "demo" else "not demo"
+    before, since = run_validated(device, tmp_path, file, "--tier", "all", "-k", which)
+    needed = [line for line in before.splitlines() if line.strip() and "WRITE-AFTER-WRITE" not in line]
+    assert_clean("\n".join(needed), since)
+
+
 class AnyOrder(NumpyRuntime):
     """Runs steps that are marked independent before the one they are said not to depend on."""
 

@@ -38,7 +38,7 @@ TUNE_OPTION = click.option(
     type=click.Choice(["off", "quick", "full"]),
     default="quick",
     show_default=True,
-    help="How thoroughly to search for a GPU's fastest kernels on a model's first run.",
+    help="How thoroughly to search for the fastest GPU kernels on a model's first run.",
 )
 
 ACTIVATIONS_OPTION = click.option(
@@ -46,7 +46,7 @@ ACTIVATIONS_OPTION = click.option(
     type=click.Choice(["f32", "int8"]),
     default="f32",
     show_default=True,
-    help="int8 rounds the inputs of matrix products to 8 bits; results are not exact.",
+    help="int8 rounds the inputs of matrix products to 8 bits: results are approximate.",
 )
 
 MODEL_ARGUMENTS = ("model", "device", "kv_dtype", "quantize", "tune", "activations")
@@ -81,28 +81,50 @@ OPTIONS = [
         "--temperature", "--temp", "-t", "temperature", type=float,
         help="0 is greedy; higher is more varied. [default: 0]",
     ),
-    click.option("--top-k", type=int, help="Only the K most likely tokens; 0 is off. [default: 0]"),
-    click.option("--top-p", type=float, help="The fewest tokens that hold this probability. [default: 1]"),
-    click.option("--min-p", type=float, help="Tokens with this part of the best probability. [default: 0]"),
-    click.option("--typical-p", type=float, help="The fewest tokens of usual surprise. [default: 1]"),
-    click.option("--repetition-penalty", type=float, help="Divides logits of tokens seen. [default: 1]"),
-    click.option("--presence-penalty", type=float, help="Subtracted once from tokens seen. [default: 0]"),
-    click.option("--frequency-penalty", type=float, help="Subtracted for each time seen. [default: 0]"),
-    click.option("--penalty-window", type=int, help="Tokens that penalties look back over. [default: all]"),
-    click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Add to a token's logit."),
-    click.option("--seed", type=int, help="The same seed gives the same tokens. [default: a new one]"),
-    click.option("--stop", multiple=True, help="End before this text or special token. May be repeated."),
-    click.option("--stop-token-id", type=int, multiple=True, help="End at this token. May be repeated."),
-    click.option("--min-new-tokens", type=int, help="No end of sequence before. [default: 0]"),
-    click.option("--bad-word", multiple=True, help="Text that must not appear. May be repeated."),
-    click.option("--sampler-order", metavar="STAGES", help="Stages in order, separated by commas."),
-    click.option("--recommended", is_flag=True, help="Start from the values the model's makers recommend."),
+    click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 is off. [default: 0]"),
+    click.option(
+        "--top-p", type=float, help="Keep the likeliest tokens up to this probability mass. [default: 1]"
+    ),
+    click.option(
+        "--min-p", type=float,
+        help="Keep tokens with at least this fraction of the top probability. [default: 0]",
+    ),
+    click.option(
+        "--typical-p", type=float, help="Locally typical sampling up to this probability mass. [default: 1]"
+    ),
+    click.option(
+        "--repetition-penalty", type=float, help="Divide the logits of earlier tokens by this. [default: 1]"
+    ),
+    click.option(
+        "--presence-penalty", type=float, help="Subtract this from logits of earlier tokens. [default: 0]"
+    ),
+    click.option(
+        "--frequency-penalty", type=float, help="Subtract this for each earlier occurrence. [default: 0]"
+    ),
+    click.option(
+        "--penalty-window", type=int, help="Number of last tokens that penalties cover. [default: all]"
+    ),
+    click.option(
+        "--logit-bias", multiple=True, metavar="ID=VALUE",
+        help="Add VALUE to the logit of token ID. May be repeated.",
+    ),
+    click.option("--seed", type=int, help="The same seed gives the same tokens. [default: random]"),
+    click.option("--stop", multiple=True, help="Stop before this text or special token. May be repeated."),
+    click.option("--stop-token-id", type=int, multiple=True, help="Stop at this token. May be repeated."),
+    click.option("--min-new-tokens", type=int, help="Minimum number of new tokens. [default: 0]"),
+    click.option("--bad-word", multiple=True, help="Never generate this text. May be repeated."),
+    click.option(
+        "--sampler-order", metavar="STAGES", help="Order of the sampling stages, separated by commas."
+    ),
+    click.option(
+        "--recommended", is_flag=True, help="Start from the sampling values that the model recommends."
+    ),
     click.option(
         "--sampler",
         type=click.Choice(["device", "cpu"]),
         default="device",
         show_default=True,
-        help="Where tokens are chosen.",
+        help="Where to choose tokens.",
     ),
 ]  # fmt: skip
 
@@ -111,7 +133,7 @@ TEMPLATE_OPTION = click.option(
     "template_arg",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A variable of the chat template, as in enable_thinking=false. May be repeated.",
+    help="Set a chat template variable, for example enable_thinking=false. May be repeated.",
 )
 
 

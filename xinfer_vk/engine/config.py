@@ -48,11 +48,11 @@ class EngineConfig:
     tune: Tune = "quick"
 
     def __post_init__(self) -> None:
-        for name, value in (("context", self.context), ("prefill chunk", self.prefill_chunk)):
+        for name, value in (("context", self.context), ("prefill_chunk", self.prefill_chunk)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UsageError(f"{name} is {value!r}: it must be at least 1 token")
+                raise UsageError(f"{setting(name)} is {value!r}: it must be at least 1 token")
         if not isinstance(self.kv_dtype, str):
-            raise UsageError(f"kv_dtype is {self.kv_dtype!r}: it is the name of a number format")
+            raise UsageError(f"{setting('kv_dtype')} is {self.kv_dtype!r}: it is the name of a number format")
         memory = self.kv_memory
         if memory is not None:
             share = isinstance(memory, float) and 0 < memory <= 1
@@ -68,7 +68,7 @@ class EngineConfig:
         for name, allowed in choices:
             if getattr(self, name) not in get_args(allowed):
                 one_of = " or ".join(get_args(allowed))
-                raise UsageError(f"{name} is {getattr(self, name)!r}: it is {one_of}")
+                raise UsageError(f"{setting(name)} is {getattr(self, name)!r}: it is {one_of}")
         if self.quantize is not None:
             from xinfer_vk.weights.quantize.choice import check_type  # slow to import
 
@@ -80,8 +80,8 @@ class EngineConfig:
 
         if self.context is not None and self.context > config.max_position:
             raise UsageError(
-                f"context {self.context} is more than the {config.max_position} tokens that {name} "
-                "was made for: use less"
+                f"{setting('context')} {self.context} is more than the {config.max_position} tokens that "
+                f"{name} was made for: use less"
             )
         vector_words(self.kv_dtype, config.head_dim)
 

@@ -22,7 +22,7 @@ from xinfer_vk.engine.config import (
     Sampler,
     Tune,
 )
-from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts
+from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts, is_messages
 from xinfer_vk.engine.engine import Engine
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.memory import fitting_runner, pool_blocks
@@ -32,7 +32,7 @@ from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.errors import UsageError, said, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.loading import Progress, load, main_format, open_checkpoint
-from xinfer_vk.options import Message, SamplingOptions
+from xinfer_vk.options import Message, Prompt, SamplingOptions
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
 from xinfer_vk.sampling.params import SamplingParams
@@ -109,7 +109,7 @@ class LLM:
         self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
         self._closed = False
         with open_checkpoint(given, progress) as source:
-            self.name, self.config = source.name, source.config
+            self.name, self.config, self.model_files = source.name, source.config, source.files
             given.check_model(self.config, self.name)  # before anything is loaded
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
@@ -210,7 +210,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         system: str | None = None,
@@ -220,9 +220,11 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationStream:
-        """Generate from a text or token ids. Returns an iterator over pieces of text.
+        """Generate from a text, token ids or a list of messages. Returns an iterator over pieces of text.
 
-        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`. For token ids, ``raw`` says
+        Messages (``[{"role": "user", "content": "…"}]``, the last of them the user's) go through the chat
+        template; a system text is their first message. ``system``, ``raw`` and ``template_args`` are those of
+        :meth:`encode`. For token ids, ``raw`` says
         whether the text continues theirs, with the space between them, or answers it.
         ``params``: how tokens are chosen and when to stop; ``fields`` override its fields
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens``, also called ``max_tokens``, is cut to
@@ -241,7 +243,7 @@ class LLM:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         system: str | None = None,
@@ -251,7 +253,7 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """Generate from a text or token ids, to the end. The arguments are those of :meth:`stream`;
+        """Generate from a text, token ids or messages, to the end. The arguments are those of :meth:`stream`;
         ``prompt_logprobs`` also computes the log-probability of each prompt token after the first."""
         return self.stream(
             prompt,
@@ -268,7 +270,7 @@ class LLM:
 
     def batch(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -368,8 +370,9 @@ class LLM:
             result = llm.chat([{"role": "user", "content": "What is Vulkan?"}], max_tokens=60)
 
         ``template_args`` and ``stop_event`` are those of :meth:`generate`. Nothing is remembered between two
-        calls. Without messages as the first argument it is :meth:`session`. Raises :class:`UsageError` for a
-        model without a chat template and for messages that are no conversation.
+        calls. :meth:`stream` takes messages, too. Without messages as the first argument this is
+        :meth:`session`. Raises :class:`UsageError` for a model without a chat template and for messages that
+        are no conversation.
         """
         if not conversation:
             return self.session(**arguments)
@@ -384,12 +387,26 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
+        return self.generate(
+            as_messages(messages), params, template_args=template_args, stop_event=stop_event, **fields
+        )
+
+    def _encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        system: str | None,
+        raw: bool | None,
+        template_args: Mapping[str, Any] | None,
+    ) -> list[int]:
         messages = as_messages(messages)
+        if raw:
+            raise UsageError(f"messages need a chat template: leave out {setting('raw')}, or give a text")
+        if system is not None:
+            raise UsageError("messages and a system text: make the text the first message")
         if not self.instruct:
             raise UsageError(f"{self.name} has no chat template, so it cannot chat: use an instruct model")
         self.chat_template.check_variables(template_args or {})
-        ids = encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
-        return self.generate(ids, params, stop_event=stop_event, **fields)
+        return encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
 
     def session(
         self,
@@ -453,7 +470,9 @@ class LLM:
         room = self.room
         windowing = Windowing.of(context, stride, convention, room)
         if windowing.context > room:
-            raise UsageError(f"context {context} is more than the {room} tokens there is room for: use less")
+            raise UsageError(
+                f"{setting('context')} {context} is more than the {room} tokens there is room for: use less"
+            )
         return evaluate(
             self,
             text,
@@ -537,7 +556,7 @@ class LLM:
 
     def _prompt_ids(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         system: str | None,
         raw: bool | None,
         template_args: Mapping[str, Any] | None,
@@ -545,8 +564,10 @@ class LLM:
         if isinstance(prompt, str):
             self.check_prompt(prompt, raw)
             ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
+        elif is_messages(prompt):
+            ids = self._encode_messages(prompt, system, raw, template_args)
         else:
-            ids = as_ids(prompt)
+            ids = as_ids(prompt)  # type: ignore[arg-type]  # is_messages() has said what it is not
         self._check_ids(ids)
         return ids
 
@@ -562,7 +583,8 @@ class LLM:
             )
         if len(params.logit_bias) > BIAS_ENTRIES // 2:
             raise UsageError(
-                f"logit_bias has {len(params.logit_bias)} tokens: it must be at most {BIAS_ENTRIES // 2}"
+                f"{setting('logit_bias')} has {len(params.logit_bias)} tokens: it must be at most "
+                f"{BIAS_ENTRIES // 2}"
             )
 
     def _generation(

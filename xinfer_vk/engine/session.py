@@ -91,10 +91,10 @@ class ChatSession:
                 + said("or llm.generate", "or xinfer-vk generate")
             )
         if on_full not in get_args(OnFull):
-            raise UsageError(f"on_full is {on_full!r}: it is {' or '.join(get_args(OnFull))}")
+            raise UsageError(f"{setting('on_full')} is {on_full!r}: it is {' or '.join(get_args(OnFull))}")
         room = llm.room
         if context is not None and not 1 <= context <= room:
-            raise UsageError(f"context is {context}: it must be between 1 and {room}")
+            raise UsageError(f"{setting('context')} is {context}: it must be between 1 and {room}")
         self.llm, self.on_full = llm, on_full
         self.template_args = dict(template_args or {})
         llm.chat_template.check_variables(self.template_args)

@@ -19,7 +19,7 @@ from xinfer_vk.kernels.sample import SampleBuffers, logprobs, sample
 from xinfer_vk.kernels.sample_layout import NAN_TOKEN, NO_TOKEN
 from xinfer_vk.plan import Buffer, BufferKind, Runtime, Step
 from xinfer_vk.sampling.logprobs import TokenLogprobs, from_parts, target_logprobs
-from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.sampling.params import SamplingParams, named
 from xinfer_vk.sampling.program import RowParams, pack_row
 
 __all__ = ["NAN_TOKEN", "NO_TOKEN", "DeviceSampler", "RowParams", "SamplerVariant", "check_tokens"]
@@ -87,7 +87,7 @@ class DeviceSampler:
             used = (first - self.max_rows * lay.ROW_WORDS) // lay.BIAS_WORDS
             raise UsageError(
                 f"{used} biased or banned tokens in one batch: there is room for {self.bias_entries}; "
-                "use fewer logit_bias entries or bad_words"
+                f"use fewer of {named('logit_bias')} and {named('bad_words')}"
             )
         self._written = ()
         if records:
