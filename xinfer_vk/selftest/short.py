@@ -26,6 +26,7 @@ NAMES = frozenset(
         "route_experts: 2 of 8 experts, 5 of 8 tokens",
         "group_experts: 2 of 8 experts, 5 of 8 tokens",
         "combine_experts: 2 experts, 67 dims, 5 of 8 rows",
+        "copy_region: 3 regions",
         "copy_words: 257 words",
         "rmsnorm: 576 dims, 1 of 1 rows",
         "swiglu: 65 dims, 5 of 8 rows",
