@@ -23,7 +23,8 @@ TOKENIZER = Path(__file__).parent / "fixtures" / "text" / "qwen2"
 GENERATE = """
 import json, sys
 from xinfer_vk import LLM
-with LLM(sys.argv[1], device=sys.argv[2]) as llm:
+# The weights are what is looked at: of a KV cache for the whole context each layer takes a huge page at once.
+with LLM(sys.argv[1], device=sys.argv[2], context=64) as llm:
     formats = sorted({m.fmt for layer in llm.weights.layers for m in layer.qkv})
     result = llm.generate([11, 151935, 77777, 140000, 5], max_new_tokens=4, ignore_eos=True)
     m = result.metrics

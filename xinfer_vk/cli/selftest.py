@@ -24,7 +24,7 @@ PIPE_WIDTH = 120  # columns of the table when nobody says how wide the terminal 
 @click.command("selftest")
 @click.option("--device", "-d", help="Device index, part of its name, or numpy. [default: best GPU]")
 @click.option("--kernel", "-k", metavar="FILTER", help="Run only checks with FILTER in their name.")
-@click.option("--full", is_flag=True, help="Run every check of this device's kernels, not one of each kind.")
+@click.option("--full", is_flag=True, help="Run every check of this device's kernels, not a selection.")
 @click.option(
     "--all", "everything", is_flag=True, help="Also run the long checks and the variants for other devices."
 )
@@ -32,11 +32,11 @@ PIPE_WIDTH = 120  # columns of the table when nobody says how wide the terminal 
 def command(device: str | None, kernel: str | None, full: bool, everything: bool, as_json: bool) -> None:
     """Check every kernel on a device against its NumPy reference.
 
-    Each line is one check, with the largest absolute error found and the error allowed there. By default one
-    check of each kernel and number format runs. The exit code is 1 if a check fails: do not trust this
-    device with this driver then.
+    Each line is one check, with the largest absolute error found and the error allowed there. By default a
+    selection runs that covers every kernel family and memory kind. The exit code is 1 if a check fails: do
+    not trust this device with this driver then.
     """
-    from xinfer_vk.selftest import run_cases
+    from xinfer_vk.selftest import run_cases, short
     from xinfer_vk.vulkan.runtime import open_runtime
 
     chosen = choose_cases(kernel, everything)
@@ -47,7 +47,7 @@ def command(device: str | None, kernel: str | None, full: bool, everything: bool
             click.echo(notice, err=True)
         cases = [case for case in chosen if case.applies(runtime.profile)]
         if not (full or everything or kernel):
-            cases = one_of_each_kind(cases)
+            cases = short(cases)
         outcomes: list[Outcome] = []
         with ProgressBar() as progress:
             progress("checking kernels", 0, len(cases))
@@ -77,14 +77,6 @@ def choose_cases(kernel: str | None, everything: bool) -> list[Case]:
         names = ", ".join(dict.fromkeys(case.kernel for case in cases))
         raise UsageError(f"no check has {kernel!r} in its name: the kernels are {names}")
     return fitting
-
-
-def one_of_each_kind(cases: list[Case]) -> list[Case]:
-    """The first check of each kernel and number format (or way of using it, such as prefill or decode)."""
-    kinds: dict[str, Case] = {}
-    for case in cases:
-        kinds.setdefault(str(case).partition(",")[0], case)
-    return list(kinds.values())
 
 
 def as_record(runtime: Runtime, outcomes: list[Outcome], seconds: float) -> dict[str, Any]:

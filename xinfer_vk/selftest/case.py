@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """``run`` checks the kernel on a runtime. ``quick`` cases are what ``xinfer-vk selftest`` runs.
+    """``run`` checks the kernel on a runtime. ``quick`` cases are those of ``xinfer-vk selftest --full``.
     ``applies`` is false on devices where the case would repeat another one."""
 
     kernel: str
