@@ -91,6 +91,12 @@ DEVICES = vulkan_devices()
 
 
 TIERS = ("quick", "whole", "all")
+_tier: list[str] = []  # the one that was asked for
+
+
+def runs_all() -> bool:
+    """Whether this is tier all, for tests that run some of their cases only there."""
+    return _tier == ["all"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,6 +106,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _tier[:] = [config.getoption("--tier")]
     config.addinivalue_line("markers", "tier_all: takes too long for every change; run by --tier all only")
     config.addinivalue_line("markers", "invalid_on_purpose: breaks Vulkan's rules; not run under validation")
 
