@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_model import write_chat_model
 
 from xinfer_vk import LLM
+from xinfer_vk.engine.scheduler import Scheduler
 from xinfer_vk.errors import UsageError
 from xinfer_vk.kernels.copy_words import copy_words
 from xinfer_vk.plan import BufferKind, Plan
@@ -93,6 +96,40 @@ def test_threads_that_generate_and_measure_get_what_they_get_alone(tiny_model: P
 
         assert together(generate, measure) == [None, None]
         assert got == {"ids": {alone}, "nll": {measured}}
+
+
+@pytest.mark.parametrize("kind", ["stream", "batch", "session"])
+def test_a_cache_replaced_before_the_first_step_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Another thread needs a larger cache just when a generation has been given the small one."""
+    with LLM(write_chat_model(tmp_path / "tiny"), device="numpy") as llm:
+        few = {"max_new_tokens": 3, "ignore_eos": True}
+        calls: dict[str, Callable[[], Any]] = {
+            "stream": lambda: llm.stream([5, 6], **few).result.token_ids,
+            "batch": lambda: [r.token_ids for r in llm.batch([[5, 6], [7]], **few)],
+            "session": lambda: "".join(llm.session(context=100, **few).send("hello")),
+        }
+        alone = calls[kind]()
+        made = Scheduler.__init__
+
+        def generate_more() -> None:
+            with contextlib.suppress(UsageError):  # where a conversation was first
+                llm.generate([5] * 200, **few)
+
+        others: list[threading.Thread] = []
+
+        def replaced(self: Scheduler, *arguments: Any, **more: Any) -> None:
+            made(self, *arguments, **more)
+            monkeypatch.setattr(Scheduler, "__init__", made)
+            other = threading.Thread(target=generate_more)
+            others.append(other)
+            other.start()
+            other.join(3 if kind != "session" else 0.5)  # a conversation makes it wait
+
+        monkeypatch.setattr(Scheduler, "__init__", replaced)
+        assert calls[kind]() == alone
+        others[0].join()
 
 
 def test_plans_recorded_at_the_same_time_keep_their_own_workgroups(device: Any) -> None:

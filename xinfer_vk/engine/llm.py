@@ -307,9 +307,7 @@ class LLM:
                 generations.append(sibling(leader, sample, *self._decoders(ids, self._continues(raw))))
         needs = [g.needs_capacity for g in generations]
         rows = min(len(generations), MAX_OUTPUTS)
-        with self._lock:
-            runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
-        scheduler = Scheduler(runner, self.sampler, lock=self._lock, check=self._check_open)
+        scheduler = self._scheduler(max(needs), rows, sum(sorted(needs)[-rows:]))
         for generation in generations:
             scheduler.add(generation)
 
@@ -609,13 +607,30 @@ class LLM:
 
     def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
         """A scheduler with one generation in it, on a cache of at least ``tokens``."""
-        with self._lock:
-            runner = self._runner_for(max(tokens, generation.needs_capacity))
         progress = self._stage("prefill")
+        scheduler = self._scheduler(max(tokens, generation.needs_capacity), progress=progress)
         progress(0, len(generation.prompt_ids))
-        scheduler = Scheduler(runner, self.sampler, progress, self._lock, self._check_open)
         scheduler.add(generation)
         return scheduler
+
+    def _scheduler(
+        self,
+        tokens: int,
+        sequences: int = 1,
+        total: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Scheduler:
+        """A scheduler on the runner that :meth:`_runner_for` gives. Until something has a place in its cache,
+        another thread may have it replaced: then the scheduler goes on with the new one."""
+
+        def current(runner: ModelRunner | None) -> ModelRunner:
+            if runner is not None and runner is self._runner:
+                return runner
+            return self._runner_for(tokens, sequences, total)
+
+        with self._lock:
+            runner = current(None)
+        return Scheduler(runner, self.sampler, progress, self._lock, self._check_open, current)
 
     def _runner_for(self, tokens: int, sequences: int = 1, total: int | None = None) -> ModelRunner:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice

@@ -37,7 +37,8 @@ class Scheduler:
     with the NumPy reference. ``progress(done, total)`` hears of prompt tokens. ``lock`` is held during a
     step: several schedulers may share a runner, from several threads, and each step has the state buffer
     and the sampler to itself. ``check`` is called before each step, with the lock; it raises if
-    there must be no more steps.
+    there must be no more steps. ``current`` is called with the runner and the lock before a step in which
+    nothing has a place in the cache yet, and returns the runner to use: another thread may have replaced it.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Scheduler:
         progress: Callable[[int, int], None] | None = None,
         lock: AbstractContextManager[Any] | None = None,
         check: Callable[[], None] | None = None,
+        current: Callable[[ModelRunner], ModelRunner] | None = None,
     ) -> None:
         self.runner, self.sampler = runner, sampler
+        self._current = current or (lambda runner: runner)
         self._check = check or (lambda: None)
         self._lock = lock or nullcontext()
         self._progress = progress
@@ -82,6 +85,8 @@ class Scheduler:
         """
         with self._lock:
             self._check()
+            if not self._running and all(g.sequence is None for g in self._waiting):
+                self.runner = self._current(self.runner)
             read = self.runner.bytes_read
             try:
                 return self._step()

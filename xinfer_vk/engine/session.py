@@ -328,9 +328,9 @@ class ChatSession:
         llm, generation = self.llm, answer.generation
         cache, intact = None, False
         try:
-            scheduler = llm._begin(generation, self.context)
-            cache = scheduler.runner.cache
-            with llm._lock:
+            with llm._lock:  # lest another thread replace the cache between the two
+                scheduler = llm._begin(generation, self.context)
+                cache = scheduler.runner.cache
                 self._take(scheduler.runner, generation)
             yield from pieces(lambda _: scheduler, generation, llm._complete)
             intact = True
