@@ -18,6 +18,7 @@ from chat_model import write_chat_model
 import xinfer_vk
 from xinfer_vk import LLM, ChatSession, SamplingParams
 from xinfer_vk.engine.generation import GenerationResult
+from xinfer_vk.engine.metrics import Metrics
 from xinfer_vk.errors import UsageError
 from xinfer_vk.options import SamplingOptions
 from xinfer_vk.text.chat import encode_chat
@@ -248,3 +249,9 @@ def test_every_public_name_has_a_docstring() -> None:
             functions = {k: getattr(v, "fget", v) for k, v in members.items()}
             assert owner.__doc__, name
             assert [k for k, f in functions.items() if callable(f) and not f.__doc__] == [], name
+
+
+def test_the_timing_line_says_what_went_into_compiling() -> None:
+    """A cold first run is seconds long, and its rates leave them out."""
+    assert Metrics(compile_s=25.3).timing_line().endswith(" tok/s) | compiling: 25.30 s")
+    assert "compiling" not in Metrics(compile_s=0.01).timing_line()
