@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from xinfer_vk.cache import CachedSequence, KVCache
+from xinfer_vk.engine.callbacks import as_event
 from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.runner import ModelRunner
 from xinfer_vk.engine.scheduler import UNDER_WAY
@@ -283,7 +284,7 @@ class ChatSession:
         room = self.context - len(ids)
         if params.max_new_tokens > room:
             params = params.replace(max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-        generation = self.llm._generation(ids, params, started, stop_event or threading.Event())
+        generation = self.llm._generation(ids, params, started, as_event(stop_event))
         generation.keep_sequence = True
         self._answering = Answer(generation, turns, text, dropped)
         stream = ChatStream(self, self._answering)
