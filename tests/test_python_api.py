@@ -18,6 +18,7 @@ from chat_model import write_chat_model
 import xinfer_vk
 from xinfer_vk import LLM, ChatSession, SamplingParams
 from xinfer_vk.engine.generation import GenerationResult
+from xinfer_vk.engine.metrics import Metrics
 from xinfer_vk.errors import UsageError
 from xinfer_vk.options import SamplingOptions
 from xinfer_vk.text.chat import encode_chat
@@ -276,3 +277,23 @@ def test_every_public_name_has_a_docstring() -> None:
             functions = {k: getattr(v, "fget", v) for k, v in members.items()}
             assert owner.__doc__, name
             assert [k for k, f in functions.items() if callable(f) and not f.__doc__] == [], name
+
+
+def test_the_timing_line_says_what_went_into_compiling() -> None:
+    """A cold first run is seconds long, and its rates leave them out."""
+    assert Metrics(compile_s=25.3).timing_line().endswith(" tok/s) | compiling: 25.30 s")
+    assert "compiling" not in Metrics(compile_s=0.01).timing_line()
+
+
+@pytest.mark.parametrize("name", ["stop_event", "on_result", "on_step", "on_estimate"])
+def test_what_cannot_be_called_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
+    wrong: dict[str, Any] = {name: 5}
+    with LLM(write_chat_model(tmp_path / "tiny"), device="numpy") as llm:
+        calls = {"stop_event": (llm.generate, llm.batch, llm.perplexity, llm.session().send)}.get(
+            name, (llm.perplexity,) if name == "on_estimate" else (llm.batch,)
+        )
+        for call in calls:
+            given: Any = "hello" if call.__name__ == "send" else [[5, 6]] if call == llm.batch else [5, 6]
+            with pytest.raises(UsageError, match=f"{name} is 5"):
+                call(given, **wrong)
+        assert llm.capacity == 0

@@ -35,7 +35,7 @@ from xinfer_vk.cli.report import (
 )
 from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode, read_prompt
-from xinfer_vk.engine.metrics import format_rate, format_seconds
+from xinfer_vk.engine.metrics import FELT_S, format_rate, format_seconds
 from xinfer_vk.errors import NumericError, UsageError, XinferError, parameter_words
 from xinfer_vk.sampling.params import DEFAULT_MAX_NEW_TOKENS
 from xinfer_vk.text.thinking import Piece
@@ -484,7 +484,7 @@ class BatchRun:
         prompts = len({prompt for prompt, _ in self._ended})
         counted = "1 prompt" if prompts == 1 else f"{prompts} prompts"
         samples = f", {self._batch.samples} samples each," if self._batch.samples > 1 else ""
-        compiling = f" and {format_seconds(compile_s)} of compiling" if compile_s >= 0.05 else ""
+        compiling = f" and {format_seconds(compile_s)} of compiling" if compile_s >= FELT_S else ""
         run_s = max(wall_s - compile_s, 1e-9)
         return (
             f"{counted}{samples} in {format_seconds(run_s)}{compiling}: {self._read} tok read, "

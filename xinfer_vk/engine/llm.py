@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from xinfer_vk.engine.callbacks import as_event, check_callable
 from xinfer_vk.engine.config import (
     DEFAULT_MODEL,
     PREFILL_CHUNK,
@@ -90,8 +91,7 @@ class LLM:
                     f"context is {context!r} and n_ctx {n_ctx!r}: they are one setting, give one"
                 )
             context = n_ctx
-        if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
+        check_callable("progress", progress, "(stage, done, total)")
         given = EngineConfig(
             DEFAULT_MODEL if isinstance(model, EngineConfig) else model, device, kv_dtype, quantize,
             activations, context, kv_memory, prefill_chunk, sampler, tune,
@@ -234,7 +234,7 @@ class LLM:
         started = time.perf_counter()
         params = self._params(params, fields)
         ids = self._prompt_ids(prompt, system, raw, template_args)
-        event = stop_event or threading.Event()
+        event = as_event(stop_event)
         generation = self._generation(ids, params, started, event, self._continues(raw))
         generation.ask_prompt_logprobs(prompt_logprobs)
         stream = GenerationStream(self._begin, generation, self._complete)
@@ -293,6 +293,8 @@ class LLM:
         started = time.perf_counter()
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise UsageError(f"n is {n!r}: it must be at least 1")
+        check_callable("on_result", on_result, "a result")
+        check_callable("on_step", on_step, "a number of tokens")
         prompts = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [self._params(params, fields)] * len(prompts)
@@ -300,7 +302,7 @@ class LLM:
             if len(params) != len(prompts):
                 raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
             each = [self._params(p, fields) for p in params]
-        event = stop_event or threading.Event()
+        event = as_event(stop_event)
         generations: list[Generation] = []
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
             ids = self._prompt_ids(prompt, system, raw, template_args)
@@ -467,6 +469,8 @@ class LLM:
         """
         from xinfer_vk.engine.perplexity import Windowing, evaluate
 
+        check_callable("on_estimate", on_estimate, "(tokens, all tokens, perplexity)")
+        stop_event = as_event(stop_event)
         room = self.room
         windowing = Windowing.of(context, stride, convention, room)
         if windowing.context > room:

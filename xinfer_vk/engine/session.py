@@ -18,6 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from xinfer_vk.engine.callbacks import as_event
 from xinfer_vk.engine.generation import Generation
 from xinfer_vk.engine.stream import PieceStream, pieces
 from xinfer_vk.errors import UsageError, said, setting
@@ -267,7 +268,7 @@ class ChatSession:
         room = self.context - len(ids)
         if params.max_new_tokens > room:
             params = params.replace(max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-        generation = self.llm._generation(ids, params, started, stop_event or threading.Event())
+        generation = self.llm._generation(ids, params, started, as_event(stop_event))
         self._answering = Answer(generation, turns, text, dropped)
         stream = ChatStream(self, self._answering)
         self._current = weakref.ref(stream)
