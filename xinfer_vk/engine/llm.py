@@ -129,7 +129,7 @@ class LLM:
         state = "closed" if self._closed else f"on {self.runtime.profile.name}"
         return f"<LLM {self.name} ({self.config.architecture}, {self.dtype}), {state}>"
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- Properties ---------------------------------------------------------------------------
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ class LLM:
         return encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
 
     def tokenize(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
-        """Token ids of a text as it is, without the chat template. ``add_bos``: begin with the
+        """Token ids of a text, without the chat template. ``add_bos``: begin with the
         begin-of-sequence token; None does so if the model was trained with it. ``special``: read what spells
         a special token as that token."""
         return self.tokenizer.encode(text, parse_special=special, add_bos=add_bos)
@@ -619,8 +619,8 @@ class LLM:
 
     def _runner_for(self, tokens: int, sequences: int = 1, total: int | None = None) -> ModelRunner:
         """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
-        the size replaces one that is too small, so that growing conversations do not record their plans
-        anew at every call."""
+        the size replaces one that is too small, so that a growing conversation does not record its
+        plans again at every call."""
         self._check_open()
         needed, total = self.context or tokens, max(total or 0, self.context or tokens)
         old = self._runner
@@ -640,7 +640,7 @@ class LLM:
                 raise UsageError(UNDER_WAY)
             if cache.capacity < needed:
                 needed = max(needed, min(2 * cache.capacity, self.config.max_position))
-            else:  # batches and long texts in turn do not take each other's place
+            else:  # keep the capacity: alternating batches and long prompts must not reallocate
                 needed = cache.capacity
             sequences = max(sequences, cache.max_sequences)
             self._runner = None
@@ -664,7 +664,7 @@ class LLM:
             except OutOfMemoryError:
                 if total <= needed:
                     raise
-                total = max(needed, total // 2)  # a batch then takes turns in what there is
+                total = max(needed, total // 2)  # the sequences of a batch then take turns
 
     def _complete(self, generation: Generation, scheduler: Scheduler) -> None:
         """Add what the generation does not know to its metrics."""

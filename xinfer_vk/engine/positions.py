@@ -8,7 +8,7 @@ transformers takes for all tokens of a forward pass the frequencies of the seque
 leaves the keys in its cache as they are. Run in chunks, a prompt is rotated here for its whole length
 (``CachedSequence.expected``), as if it were one pass; then every new token for the length with it. Where
 longrope changes from its short to its long factors, cached keys would be rotated by the wrong ones: they
-are computed anew (:meth:`RopeTables.must_recompute`), as transformers' Phi-3 does.
+are recomputed (:meth:`RopeTables.must_recompute`), as transformers' Phi-3 does.
 """
 
 from __future__ import annotations

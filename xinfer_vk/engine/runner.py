@@ -84,7 +84,7 @@ class ModelRunner:
     ``max_tokens`` bounds the rows of a step, ``cache.capacity`` the positions. Prefills should take
     ``prefill_tokens`` a step: at first as many, fewer once a single dispatch was seen to take too long.
     Plans are recorded on first use, one for each (planned tokens, outputs bucket, head) and kind of batch;
-    ``progress(done, total)`` hears of the pipelines made for them. ``activation_dtype``: of the inputs of
+    ``progress(done, total)`` is called as pipelines compile. ``activation_dtype``: of the inputs of
     products, "f32", or "int8" where the weights' format allows it.
     """
 
@@ -226,7 +226,7 @@ class ModelRunner:
             check_tokens(chosen[0], positions, self.steps_run - steps + 1)
         for sequence in sequences:
             sequence.length += good
-        return chosen[:good]  # what went wrong is run again, and told then
+        return chosen[:good]  # the failing step is rerun and raises next time
 
     def steps_ahead(self, sequences: int, most: int) -> int:
         """How many decode steps of so many sequences may be run as one: a power of two, at most ``most``,

@@ -34,7 +34,7 @@ class Scheduler:
     """Runs generations to their ends over one :class:`ModelRunner`.
 
     ``sampler``: "device" brings four bytes a token back, "cpu" the whole row of logits, and samples
-    with the NumPy reference. ``progress(done, total)`` hears of prompt tokens. ``lock`` is held during a
+    with the NumPy reference. ``progress(done, total)`` counts prompt tokens. ``lock`` is held during a
     step: several schedulers may share a runner, from several threads, and each step has the state buffer
     and the sampler to itself. ``check`` is called before each step, with the lock; it raises if
     there must be no more steps.
@@ -190,8 +190,7 @@ class Scheduler:
         return batch
 
     def _renew_keys(self) -> None:
-        """Run everything but the token chosen last anew where positions are told in another way from now
-        on."""
+        """Recompute cached keys when a sequence crosses longrope's original context."""
         for generation in self._running:
             sequence = generation.sequence
             assert sequence is not None

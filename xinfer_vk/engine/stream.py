@@ -1,4 +1,4 @@
-"""Text as it is made: an iterator over the pieces of one generation.
+"""Streamed text: an iterator over the pieces of one generation.
 
 The caller holds a stream, the stream holds a generator, and the generator does not refer to the stream. So
 there is no cycle: a stream that is dropped ends its generation at once, without the garbage collector.
@@ -20,8 +20,8 @@ from xinfer_vk.text.thinking import Piece
 
 
 class PieceStream:
-    """An answer under way. Iterate to get text as it is made, whole characters only; then :attr:`result` has
-    the whole. Each piece is a ``str`` that says whether it is part of the model's thinking
+    """An answer under way. Iterate to get its text in pieces of whole characters; then :attr:`result` has
+    all of it. Each piece is a ``str`` that says whether it is part of the model's thinking
     (``piece.thinking``) or of the answer. Nothing runs before the first piece is asked for. A context
     manager: leaving it closes the stream.
 
