@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.output import say_json
+from xinfer_vk.cli.output import say_json, tell
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import UsageError
 
@@ -42,7 +42,7 @@ def command(device: str | None, kernel: str | None, everything: bool, as_json: b
     runtime = open_runtime(device)
     try:
         for notice in getattr(runtime, "notices", ()):
-            click.echo(notice, err=True)
+            tell(notice)
         cases = [case for case in chosen if case.applies(runtime.profile)]
         outcomes: list[Outcome] = []
         with ProgressBar() as progress:
