@@ -60,7 +60,7 @@ MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
 @sampling_options
 @click.option("--no-history", is_flag=True, help="Do not keep what is typed in a history file.")
 @click.option("--quiet", "-q", is_flag=True, help="No notices.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell load time, and each answer's cost.")
+@click.option("--verbose", "-v", is_flag=True, help="Print load time, and each answer's cost.")
 def command(
     chosen: dict[str, Any],
     system: str | None,

@@ -128,7 +128,7 @@ def gather_prompts(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a result, and no stream.")
 @click.option("--speed-report", is_flag=True, help="Print TTFT, TPOT (mean, p50, p99), PP and TG.")
 @click.option("--quiet", "-q", is_flag=True, help="Print the text and nothing else.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell load time, TTFT, KV size and memory.")  # fmt: skip
+@click.option("--verbose", "-v", is_flag=True, help="Print load time, TTFT, KV size and memory.")  # fmt: skip
 def command(
     chosen: dict[str, Any],
     prompt: tuple[str, ...],
