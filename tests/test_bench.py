@@ -400,7 +400,7 @@ def test_products_are_tuned_as_they_are_made_and_the_tuner_is_heard(capsys, tiny
         asked.append((how, options["activations"]))
         return ("matvec 128 is off by 2 here: it is not used",)
 
-    monkeypatch.setattr("xinfer_vk.engine.bench.tune_products", tune)
+    monkeypatch.setattr("xinfer_vk.loading.tune", tune)
     code, _, err = bench(
         capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
     )

@@ -95,6 +95,33 @@ def test_a_list_of_messages_is_answered_once(llm: LLM) -> None:
         assert stream.result.token_ids == result.token_ids
 
 
+def test_messages_are_a_prompt_wherever_a_text_is(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be terse."}, USER]
+    wanted = llm.chat(messages, max_tokens=4, ignore_eos=True)
+    stream = llm.stream(messages, max_tokens=4, ignore_eos=True)
+    assert "".join(stream) == wanted.text and stream.result.token_ids == wanted.token_ids
+    options = {"max_tokens": 4, "ignore_eos": True}
+    for result in (llm(messages, **options), *llm.batch([messages, "Hello", messages], **options)[::2]):
+        assert (result.prompt_token_ids, result.token_ids) == (wanted.prompt_token_ids, wanted.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.stream([USER], system="Be terse."), "make the text the first message"),
+        (lambda llm: llm.stream([USER], raw=True), "leave out raw, or give a text"),
+        (lambda llm: llm.stream([USER, 5]), "message 1 is 5|last message"),
+        (lambda llm: llm.stream([{"role": "assistant", "content": "x"}]), "last message must be the user's"),
+        (lambda llm: llm.stream([USER], template_args={"no_such": 1}), "no variable 'no_such'"),
+        (lambda llm: llm.batch([USER, USER]), "each conversation into a list of its own"),
+        (lambda llm: llm.stream([]), "the prompt is empty"),
+    ],
+)
+def test_messages_that_cannot_be_a_prompt_are_refused(llm: LLM, call: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call(llm)
+
+
 def test_chat_without_messages_goes_on_to_make_a_session(llm: LLM) -> None:
     for session in (llm.chat(system="Be terse."), llm.session(system="Be terse.")):
         assert isinstance(session, ChatSession) and session.system == "Be terse."
@@ -239,7 +266,8 @@ def test_the_python_page_names_all_that_the_package_offers() -> None:
     page = (ROOT / "docs" / "python.md").read_text()
     assert [name for name in xinfer_vk.__all__ if name not in page and name != "__version__"] == []
     methods = [name for name, value in vars(LLM).items() if callable(value) and not name.startswith("_")]
-    assert [name for name in methods if f"llm.{name}(" not in page and name != "check_fits"] == []
+    checks = ("check_fits", "check_prompt")  # what every call does first; docs/api.md has them
+    assert [name for name in methods if f"llm.{name}(" not in page and name not in checks] == []
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -218,6 +218,9 @@ class Runtime(Protocol):
         """Raise :class:`~xinfer_vk.errors.OutOfMemoryError`, naming ``what``, unless that much memory for
         buffers of that kind is free: for those who know a sum before they allocate its parts."""
 
+    def free_bytes(self, kind: BufferKind) -> int:
+        """Memory that is free for buffers of that kind."""
+
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer: ...
 
     def free(self, buffer: Buffer) -> None: ...

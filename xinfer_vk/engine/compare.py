@@ -136,20 +136,14 @@ def _logits(llm: LLM, result: GenerationResult) -> Iterator[np.ndarray]:
     prompt, answer = result.prompt_token_ids, result.token_ids
     if not answer:
         return
-    with llm._lock:
-        runner = llm._runner_for(len(prompt) + len(answer))
-        sequence = runner.cache.open(len(prompt))
-    try:
+    engine = llm._open_engine()
+    runner = engine.runner
+    with engine.borrow(len(prompt) + len(answer)) as sequence:
         before = len(prompt) - 1  # the first token of the answer is predicted from the prompt's last
         for at in range(0, before, runner.max_tokens):
             piece = prompt[at : min(at + runner.max_tokens, before)]
-            with llm._lock:
-                runner.run([Chunk(sequence, piece, "none")], "logits")
+            runner.run([Chunk(sequence, piece, "none")], "logits")
         inputs = [prompt[-1], *answer[:-1]]
         step = min(runner.max_tokens, runner.max_outputs)
         for at in range(0, len(inputs), step):
-            with llm._lock:
-                rows = runner.run([Chunk(sequence, inputs[at : at + step], "all")], "logits")
-            yield from rows
-    finally:
-        runner.cache.close(sequence)
+            yield from runner.run([Chunk(sequence, inputs[at : at + step], "all")], "logits")
