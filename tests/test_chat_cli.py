@@ -644,6 +644,33 @@ def typed(keys: str, history: Path | None = None) -> list[str]:
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
 
 
+def test_ctrl_x_ctrl_e_opens_the_message_in_the_editor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    program, came_back = tmp_path / "editor", tmp_path / "came_back"
+    program.write_text(f'#!/bin/sh\nprintf "in the editor\\n" >> "$1"\ntouch {came_back}\n')
+    program.chmod(0o700)
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", str(program))
+    with create_pipe_input() as source:
+        editor = LineEditor(lambda columns: "", None, input=source, output=DummyOutput())
+
+        def press() -> None:
+            source.send_text("Written \x18\x05")
+            end = time.monotonic() + 10
+            while not (came_back.exists() and "editor" in editor._session.default_buffer.text):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.01)
+            source.send_text(ENTER)
+
+        threading.Thread(target=press, daemon=True).start()
+        assert editor.read() == "Written in the editor"
+
+
 @pytest.mark.parametrize(
     ("keys", "messages"),
     [

@@ -243,7 +243,7 @@ class Runtime(Protocol):
     def prepare(
         self, plan: Plan, *, progress: Callable[[int, int], None] | None = None, timed: bool = False
     ) -> Recorded:
-        """Make a plan ready to run; ``progress(done, total)`` hears of pipelines that must be made.
+        """Make a plan ready to run; ``progress(done, total)`` is called as pipelines compile.
         ``timed``: take the time of every step; raises :class:`~xinfer_vk.errors.DeviceError` if the device
         has no clock."""
 

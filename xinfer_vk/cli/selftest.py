@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xinfer_vk.cli.output import say_json
+from xinfer_vk.cli.output import say_json, tell
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import UsageError
 
@@ -44,7 +44,7 @@ def command(device: str | None, kernel: str | None, full: bool, everything: bool
     runtime = open_runtime(device)
     try:
         for notice in getattr(runtime, "notices", ()):
-            click.echo(notice, err=True)
+            tell(notice)
         cases = [case for case in chosen if case.applies(runtime.profile)]
         if not (full or everything or kernel):
             cases = short(cases)

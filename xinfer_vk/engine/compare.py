@@ -1,4 +1,4 @@
-"""One prompt, continued by several ways of choosing tokens, as one batch.
+"""One prompt, continued by several decoding strategies, as one batch.
 
 All share the prompt's KV blocks, and all that draw use the same random numbers, so that what differs is
 the method. How much probability a method's truncation keeps is found afterwards, by running each text
@@ -67,8 +67,8 @@ def compare_decoding(
     on_step: Callable[[int], None] | None = None,
     on_decoding: Callable[[Decoding], None] | None = None,
 ) -> list[Decoding]:
-    """The prompt's continuation by each of :data:`METHODS`. ``on_step`` hears of the tokens made so far,
-    ``on_decoding`` of each text as it ends, also of what there is when an exception ends all.
+    """The prompt's continuation by each of :data:`METHODS`. ``on_step`` is called with the number of
+    tokens so far, ``on_decoding`` with each text as it ends, also with unfinished texts after an exception.
 
     Raises :class:`UsageError` as :meth:`LLM.batch` does.
     """
@@ -106,8 +106,8 @@ def kept_at_each_step(
     progress: Callable[[int, int], None] | None = None,
     stop_event: threading.Event | None = None,
 ) -> list[Kept]:
-    """What each method could choose from for each token of its text. ``progress`` hears of tokens done, of
-    how many; setting ``stop_event`` leaves out the rest."""
+    """What each method could choose from for each token of its text. ``progress(done, total)`` is called
+    with tokens; setting ``stop_event`` leaves out the rest."""
     total = sum(len(d.result.token_ids) for d in decodings)
     done, out = 0, []
     for decoding in decodings:

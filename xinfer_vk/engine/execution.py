@@ -75,7 +75,7 @@ class Executor:
             tokens: list[int] = []
             outcome = Outcome(chunk, tokens)
             for step in steps:
-                if step[row] >= NO_TOKEN:  # of a later step: it is run again, and told then
+                if step[row] >= NO_TOKEN:  # of a later step: it is rerun, and raises then
                     if not tokens:
                         first = runner.steps_run - batch.steps + 1
                         outcome.error = no_token_error(step[row], sequences[row].length, first)

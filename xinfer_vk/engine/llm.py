@@ -135,7 +135,7 @@ class LLM:
         state = "closed" if self._closed else f"on {self.runtime.profile.name}"
         return f"<LLM {self.name} ({self.config.architecture}, {self.dtype}), {state}>"
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- Properties ---------------------------------------------------------------------------
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def format_rate(rate: float) -> str:
 
 
 def reset_peak_host_bytes() -> None:
-    """Begin anew, where the system can (Linux, proc(5): clear_refs)."""
+    """Start again, where the system can (Linux, proc(5): clear_refs)."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")

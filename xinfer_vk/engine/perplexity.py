@@ -194,7 +194,7 @@ def evaluate(
     stop_event: threading.Event | None = None,
     on_estimate: Callable[[int, int, float], None] | None = None,
 ) -> Perplexity:
-    """What :meth:`LLM.perplexity` does. ``progress`` hears of tokens scored after each step."""
+    """What :meth:`LLM.perplexity` does. ``progress`` is called after each step with the tokens scored."""
     started = time.perf_counter()
     ids = text_ids(llm.tokenizer, text, bos, max_tokens)
     llm._check_ids(ids)

@@ -85,7 +85,7 @@ class ModelRunner:
     ``max_tokens`` bounds the rows of a step, ``cache.capacity`` the positions. Prefills should take
     ``prefill_tokens`` a step: at first as many, fewer once a single dispatch was seen to take too long.
     Plans are recorded on first use, one for each (planned tokens, outputs bucket, head) and kind of batch;
-    ``progress(done, total)`` hears of the pipelines made for them. ``activation_dtype``: of the inputs of
+    ``progress(done, total)`` is called as pipelines compile. ``activation_dtype``: of the inputs of
     products, "f32", or "int8" where the weights' format allows it.
     """
 

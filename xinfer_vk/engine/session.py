@@ -116,7 +116,7 @@ class ChatSession:
     def __repr__(self) -> str:
         return f"<ChatSession with {self.llm.name}: {len(self._turns)} turns, context {self.context}>"
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- Properties ---------------------------------------------------------------------------
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -135,7 +135,7 @@ class ChatSession:
 
     @property
     def system(self) -> str | None:
-        """The system text. Setting it keeps the conversation, which is read anew at the next turn;
+        """The system text. Setting it keeps the conversation, which is read again at the next turn;
         :class:`ModelError` if the template does not take one, as some do."""
         return self._system
 

@@ -111,7 +111,7 @@ class Guard:
     def _refuse(self, doing: str) -> None:
         self.process.require()
         if self.lost:
-            raise DeviceLostError(f"{doing}: the device was lost earlier; open it anew")
+            raise DeviceLostError(f"{doing}: the device was lost earlier; open it again")
 
     def _failed(self, doing: str, detail: str, error: Exception) -> NoReturn:
         self.check(doing, detail, error)

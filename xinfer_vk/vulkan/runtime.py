@@ -125,7 +125,7 @@ class KomputeRuntime:
         self._uploading = False
         self._cache = self._open_pipeline_cache()
 
-    # -- what there is ----------------------------------------------------------------------------
+    # -- Properties -------------------------------------------------------------------------------
 
     @property
     def driver(self) -> str:
@@ -134,7 +134,7 @@ class KomputeRuntime:
 
     @property
     def layer_active(self) -> bool:
-        """Whether the companion layer is in the way: barriers, features, errors, pipeline cache."""
+        """Whether the companion layer is active: barriers, features, errors, pipeline cache."""
         return self._layer is not None
 
     @property
@@ -251,7 +251,7 @@ class KomputeRuntime:
     def prepare(
         self, plan: Plan, *, progress: CompileProgress | None = None, timed: bool = False
     ) -> RecordedPlan:
-        """Make a plan's pipelines and record it. ``progress`` hears of the pipelines that are new.
+        """Make a plan's pipelines and record it. ``progress`` is called as new pipelines compile.
         ``timed``: take the device's time of every step (:meth:`RecordedPlan.times_ns`); needs the layer.
         """
         self._open()
