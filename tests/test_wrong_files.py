@@ -140,7 +140,7 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tiny_model: Path, tmp_path: Pat
     assert_one_error(
         xinfer("generate", "-p", "x", "-m", str(tiny_model), "--penalty-window", "0"),
         2,
-        "penalty_window is 0",
+        "--penalty-window is 0",
     )
 
 
