@@ -105,3 +105,13 @@ def test_a_context_that_nobody_asked_for_is_cut_to_what_is_free(
         assert llm.room == 5 * 32
     with LLM(tiny_model, device="numpy", context=400) as llm:
         assert llm.room == 400 and llm.notices == ()
+
+
+def test_the_first_batch_decides_how_many_contexts_the_pool_holds(tiny_model) -> None:
+    """Else the sequences of a batch with a small context would take each other's blocks all the time."""
+    for first, contexts in ((["one"], 1), (["one", "two", "three"], 3)):
+        with LLM(tiny_model, device="numpy", context=64) as llm:
+            llm.batch(first, max_new_tokens=1, raw=True)
+            assert llm.cached_tokens == contexts * 64
+            llm.batch(["a", "b", "c", "d"], max_new_tokens=1, raw=True)
+            assert llm.cached_tokens == contexts * 64

@@ -28,7 +28,7 @@ from xinfer_vk.engine.engine import Engine
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.memory import fitting_runner, pool_blocks
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import Chunk, ModelRunner
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.errors import UsageError, said, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
@@ -312,7 +312,7 @@ class LLM:
             generations.append(leader)
             for sample in range(1, n):
                 generations.append(sibling(leader, sample, *self._decoders(ids, self._continues(raw))))
-        engine, ended = self._open_engine(), deque[Generation]()
+        engine, ended = self._open_engine(min(len(generations), MAX_OUTPUTS)), deque[Generation]()
 
         def report() -> None:
             while ended:
@@ -648,16 +648,19 @@ class LLM:
         engine.add(generation)
         return engine
 
-    def _open_engine(self) -> Engine:
-        """The engine, made when it is first needed. Streams that were left end, so that nobody computes what
-        nobody reads."""
+    def _open_engine(self, sequences: int = 1) -> Engine:
+        """The engine, made when it is first needed, for so many sequences if memory holds them. Streams that
+        were left end, so that nobody computes what nobody reads."""
         with self._lock:
             self._check_open()
             for stream in list(self._streams):
                 stream.end_if_left()
             if self._engine is None:
+                config = self.engine_config
+                if config.context is not None:
+                    self._blocks, _ = pool_blocks(config, self.config, self.runtime, sequences)
                 runner = fitting_runner(
-                    self.runtime, self.engine_config, self.config, self.weights, self._blocks,
+                    self.runtime, config, self.config, self.weights, self._blocks,
                     self._stage("compiling kernels"),
                 )  # fmt: skip
                 self._engine = Engine(runner, self.sampler, self._lock)

@@ -25,16 +25,18 @@ def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
 
-def pool_blocks(config: EngineConfig, model: ModelConfig, runtime: Runtime) -> tuple[int, tuple[str, ...]]:
-    """``(blocks, notices)``: the size of the pool. By default it holds one context; a context that was not
-    asked for is cut to what is free. Raises :class:`UsageError` for a ``kv_memory`` without room for a block.
-    """
+def pool_blocks(
+    config: EngineConfig, model: ModelConfig, runtime: Runtime, sequences: int = 1
+) -> tuple[int, tuple[str, ...]]:
+    """``(blocks, notices)``: the size of the pool. By default it holds one context. One that was asked for
+    fits ``sequences`` times if memory holds them; one that was not is cut to what is free. Raises
+    :class:`UsageError` for a ``kv_memory`` without room for a block."""
     shape, room = kv_shape(config, model), config.room(model)
     most, wanted, name = shape.most_blocks(runtime.profile), blocks_of(room), runtime.profile.name
     if config.kv_memory is None:
-        if config.context is not None:
-            return wanted, ()
         free = int(SHARE * runtime.free_bytes(BufferKind.KV)) // shape.block_bytes
+        if config.context is not None:
+            return max(wanted, min(sequences * wanted, most, free)), ()
         fitting = max(1, min(wanted, most, free))
         if fitting == wanted:
             return wanted, ()
@@ -87,11 +89,12 @@ def fitting_runner(
     blocks: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelRunner:
-    """The same with fewer blocks, where nobody asked for a number of tokens and the memory went elsewhere."""
+    """The same with fewer blocks, down to what was asked for, where the memory went elsewhere."""
+    least = 1 if config.context is None else blocks_of(config.context)
     while True:
         try:
             return engine_runner(runtime, config, model, weights, blocks, progress)
         except OutOfMemoryError:
-            if blocks == 1 or config.context is not None or config.kv_memory is not None:
+            if blocks <= least or config.kv_memory is not None:
                 raise
-            blocks //= 2
+            blocks = max(least, blocks // 2)
