@@ -3,8 +3,8 @@
 Kompute 0.9.0 is published as source only, and its own build asks for a CMake set-up, environment
 variables and numpy < 2 that `pip install` cannot express. It is eleven C++ files; so they are compiled
 here, directly, with what the package needs of them: no logging, no Khronos validation layer that
-switches itself on, pybind11 2.13.6 (2.10 gives silently wrong results with numpy 2). Two lines of its
-binding are changed first (:data:`PATCHES`).
+switches itself on, pybind11 2.13.6 (2.10 gives silently wrong results with numpy 2). Some of its lines
+are changed first (:data:`PATCHES`).
 
 A built module is kept in the user's cache directory, so that a second environment takes seconds.
 
@@ -69,6 +69,13 @@ _AWAIT = "[](kp::Sequence& self) { return self.evalAwait(); }"
 
 # (file, text, text to put in its place). Each text stands in the file once: the archive's hash pins it.
 PATCHES = (
+    # A mapped tensor's memory stays untouched, whatever array its size came from: the runtime fills what must
+    # be zero. Of a KV cache, sized for a whole context, only the pages in use then take memory.
+    (
+        "src/Tensor.cpp",
+        "        this->mapRawData();\n        memcpy(this->mRawData, data, this->memorySize());\n",
+        "        this->mapRawData();\n",
+    ),
     # While the device works, other Python threads run. Safe: with logging off, nothing in there is Python.
     ("python/src/main.cpp", f'"eval",\n        {_EVAL}', f'"eval",\n        {_EVAL}{_RELEASE_GIL}'),
     ("python/src/main.cpp", _AWAIT, _AWAIT + _RELEASE_GIL),

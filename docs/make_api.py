@@ -18,7 +18,7 @@ from xinfer_vk.sampling.logprobs import TokenLogprobs
 
 PAGE = Path(__file__).with_name("api.md")
 RETURNED = (ChatSession, Perplexity, Metrics, TokenLogprobs)  # what methods return
-CONSTRUCTED = ("LLM", "SamplingParams")  # what users make themselves
+CONSTRUCTED = ("LLM", "EngineConfig", "SamplingParams")  # what users make themselves
 HEAD = """# Python API
 
 `docs/make_api.py` writes this page from the docstrings: run `python docs/make_api.py` after changing one.

@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 TIMING = re.compile(
-    r"^prefill: \d+ tok in [\d.]+ m?s \([\d.]+ tok/s\) \| decode: \d+ tok in [\d.]+ m?s \([\d.]+ tok/s\)$"
+    r"^prefill: \d+ tok in [\d.]+ m?s \([\d.]+ tok/s\) \| decode: \d+ tok in [\d.]+ m?s \([\d.]+ tok/s\)"
+    r"( \| compiling: [\d.]+ m?s)?$"
 )
 
 

@@ -90,7 +90,24 @@ def vulkan_devices() -> list[DeviceUnderTest]:
 DEVICES = vulkan_devices()
 
 
+TIERS = ("quick", "whole", "all")
+_tier: list[str] = []  # the one that was asked for
+
+
+def runs_all() -> bool:
+    """Whether this is tier all, for tests that run some of their cases only there."""
+    return _tier == ["all"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier", choices=TIERS, default="whole", help="how much to run: quick, whole (the default) or all"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _tier[:] = [config.getoption("--tier")]
+    config.addinivalue_line("markers", "tier_all: takes too long for every change; run by --tier all only")
     config.addinivalue_line("markers", "invalid_on_purpose: breaks Vulkan's rules; not run under validation")
 
 
@@ -99,11 +116,40 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = (
     "kernels_matmul", "validation", "gemma", "growth", "kernels_matmul_lanes", "families", "logits",
     "demo_model", "kernels_experts", "kernels_attention", "kernels_sample", "full_shape", "experts", "bench",
+    "chat_sandbox", "chat_allowed", "fuzz_files", "activations_int8", "runtime", "repeat",
 )  # fmt: skip
+
+
+def in_tier(tier: str, item: pytest.Item) -> bool:
+    """Whether a test runs in a tier. The quick one leaves out the longest files and all but one device."""
+    if tier == "quick":
+        other = any(f"{d.id}]" in item.name or f"[{d.id}" in item.name for d in DEVICES[1:])
+        if other or item.path.stem.removeprefix("test_") in LONGEST:
+            return False
+    return tier == "all" or item.get_closest_marker("tier_all") is None
+
+
+SECONDS: dict[str, float] = {}  # by file: set-up, tests and tear-down
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = report.nodeid.partition("::")[0]
+    SECONDS[file] = SECONDS.get(file, 0.0) + report.duration
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    slowest = sorted(SECONDS.items(), key=lambda item: -item[1])[:10]
+    if len(SECONDS) > 1:
+        terminalreporter.section("slowest files")
+        for file, seconds in slowest:
+            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if in_tier(config.getoption("--tier"), item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
     if hasattr(config, "workerinput"):  # one process of several; in one alone each device is opened once
         rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

@@ -91,7 +91,7 @@ def test_ends_within_a_step_are_kept_and_the_rest_is_thrown_away(on_numpy: LLM, 
         assert result.token_ids == full.token_ids[:first]
         assert result.finish_reason == "stop" and result.stop == full.token_ids[first]
     cache = on_numpy._runner.cache
-    assert cache.allocator.free_blocks == cache.allocator.count and cache.in_use == 0
+    assert cache.pool.free_blocks == cache.pool.count and cache.in_use == 0
 
 
 def test_a_conversation_goes_on_from_what_is_in_the_cache(
@@ -191,9 +191,6 @@ def test_a_stream_left_half_way_keeps_what_was_given_out_and_nothing_else(
             left = stream.partial_result
             assert session.turns[0].assistant == left.text == "".join(shown)
             assert (left.token_ids, left.finish_reason) == (whole.token_ids[:taken], "interrupted")
-            kept, seen = session._kept, [*whole.prompt_token_ids, *left.token_ids]
-            assert kept is not None and kept.sequence.length == len(kept.tokens)
-            assert kept.tokens == seen[: len(kept.tokens)] and len(seen) - len(kept.tokens) <= 1
             again = session.send("Go on").result
             prompt = encode_chat(llm.tokenizer, llm.chat_template, session.messages[:-1])
             assert again.token_ids == llm.generate(prompt, session.params).token_ids

@@ -14,7 +14,7 @@ import pytest
 from cli_helpers import assert_one_error, xinfer
 
 from xinfer_vk.cli.app import run
-from xinfer_vk.cli.bench_against import other_side, ratios, this_side
+from xinfer_vk.cli.bench_against import check_other, other_side, ratios, this_side
 from xinfer_vk.cli.bench_plot import draw_batch, draw_context, lines, tokens_and_batch
 from xinfer_vk.cli.bench_report import FORMATS as OUTPUTS
 from xinfer_vk.cli.bench_report import Report, as_csv, as_markdown, as_record, fitted_table, markdown_table
@@ -400,7 +400,7 @@ def test_products_are_tuned_as_they_are_made_and_the_tuner_is_heard(capsys, tiny
         asked.append((how, options["activations"]))
         return ("matvec 128 is off by 2 here: it is not used",)
 
-    monkeypatch.setattr("xinfer_vk.engine.bench.tune_products", tune)
+    monkeypatch.setattr("xinfer_vk.loading.tune", tune)
     code, _, err = bench(
         capsys, "--synthetic", "tiny:q8_0", *SHORT, "-o", "jsonl", "--tune", "full", "--activations", "int8"
     )
@@ -735,6 +735,26 @@ def test_the_other_side_is_a_version_a_format_or_a_model(tmp_path):
     assert other_side(str(tmp_path), file).program[0] == str(tmp_path / "bin" / "python")
     with pytest.raises(UsageError, match="give the folder of a checkout"):
         other_side(str(tmp_path / "bin"), file)
+
+
+@pytest.mark.parametrize(
+    "model, synthetic, other, message",
+    [
+        (
+            "m.gguf",
+            False,
+            "/no/such/checkout",
+            "'/no/such/checkout': no such file .*a checkout",
+        ),
+        ("m.gguf", False, "smollm2-136m", "did you mean smollm2-135m"),
+        ("tiny:f16", True, "q4_x", "q4_x"),
+    ],
+)
+def test_a_mistaken_other_side_is_refused_before_anything_is_measured(model, synthetic, other, message):
+    this = this_side(model, synthetic, None)
+    with pytest.raises(UsageError, match=f"--against .*{message}"):
+        check_other(other_side(other, this), this)
+    check_other(this_side(model, synthetic, "q8_0"), this)
 
 
 def test_ratios_of_rounds_say_how_far_to_trust_them():

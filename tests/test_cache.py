@@ -1,4 +1,5 @@
-"""The block allocator and the paged cache's book-keeping; what the device does with it is in test_logits."""
+"""The paged cache's book-keeping; what the device does with it is in test_logits, the pool of blocks in
+test_engine_scheduler."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xinfer_vk.cache import KV_BYTES, BlockAllocator, CachedSequence, KVCache
+from xinfer_vk.cache import KV_BYTES, CachedSequence, KVCache
 from xinfer_vk.errors import OutOfMemoryError, UsageError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
@@ -15,23 +16,6 @@ from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
 def make_cache(capacity: int = 100, sequences: int = 2, kv_dtype: str = "f16", **changes: int) -> KVCache:
     shape = {"layers": 3, "kv_heads": 2, "head_dim": 8, **changes}
     return KVCache(NumpyRuntime(), kv_dtype=kv_dtype, capacity=capacity, sequences=sequences, **shape)
-
-
-def test_a_block_is_free_again_when_its_last_user_lets_go() -> None:
-    allocator = BlockAllocator(2)
-    block = allocator.allocate()
-    allocator.share(block)
-    allocator.release(block)
-    assert allocator.free_blocks == 1
-    allocator.release(block)
-    assert allocator.free_blocks == 2
-
-
-def test_no_block_is_handed_out_twice_and_a_full_cache_says_so() -> None:
-    allocator = BlockAllocator(5)
-    assert sorted(allocator.allocate() for _ in range(5)) == [0, 1, 2, 3, 4]
-    with pytest.raises(OutOfMemoryError, match="context"):
-        allocator.allocate()
 
 
 @settings(max_examples=200, deadline=None)
@@ -48,16 +32,16 @@ def test_sequences_never_share_a_slot_and_blocks_are_never_lost(actions: list[tu
         elif tokens > 50:
             cache.truncate(sequence, sequence.length // 2)
         else:
-            before = (list(sequence.blocks), cache.allocator.free_blocks)
+            before = (list(sequence.blocks), cache.pool.free_blocks)
             try:
                 cache.reserve(sequence, tokens)
                 sequence.length += tokens
             except OutOfMemoryError:
-                assert before == (sequence.blocks, cache.allocator.free_blocks)
+                assert before == (sequence.blocks, cache.pool.free_blocks)
         slots = [s.slot(p) for s in open_.values() for p in range(s.length)]
         assert len(slots) == len(set(slots))
         held = sum(len(s.blocks) for s in open_.values())
-        assert held + cache.allocator.free_blocks == cache.allocator.count
+        assert held + cache.pool.free_blocks == cache.pool.count
     assert len({s.row for s in open_.values()}) == len(open_)
 
 

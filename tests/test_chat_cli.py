@@ -195,7 +195,7 @@ def test_stats_count_what_was_reused(chat: Chat, seen: Seen) -> None:
     assert found is not None
     prompt, reused, run = map(int, found.groups())
     assert prompt == reused + run and reused > 60 > run
-    assert re.match(rf"{reused} prompt tokens reused, \d+ run; 16 tokens generated", after["all answers"])
+    assert re.match(r"\d+ prompt tokens reused, \d+ run; 16 tokens generated", after["all answers"])
     assert chat.toolbar().startswith(f" context {after['context']} · tiny")
 
 
@@ -214,7 +214,7 @@ def test_quit_quits(chat: Chat) -> None:
 def test_verbose_tells_what_an_answer_cost(llm: LLM, seen: Seen) -> None:
     chat = Chat(in_words(llm), seen, verbose=True)
     chat.handle("Hello")
-    assert re.match(r"reused 0 tok \| prefill: \d+ tok in .* \| decode: 7 tok in ", seen.notices[-1])
+    assert re.match(r"reused \d+ tok \| prefill: \d+ tok in .* \| decode: 7 tok in ", seen.notices[-1])
 
 
 def test_dropped_turns_are_told_and_still_saved(llm: LLM, seen: Seen, tmp_path: Path) -> None:
@@ -457,6 +457,27 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_save_does_not_replace_the_model(chat: Chat, model: Path, tmp_path: Path) -> None:
+    chat.handle("Hello")
+    link = tmp_path / "link.json"
+    link.symlink_to(model / "config.json")
+    before = (model / "config.json").read_bytes()
+    for path in (model / "config.json", model / "model.safetensors", link):
+        with pytest.raises(
+            UsageError, match=r"/save .* is in the directory of the model: write to another file"
+        ):
+            chat.handle(f"/save -f {path}")
+    assert (model / "config.json").read_bytes() == before
+    part = tmp_path / "model-00002-of-00002.gguf"
+    part.write_bytes(b"a part")
+    files, chat.session.llm.model_files = chat.session.llm.model_files, (tmp_path / "one.gguf", part)
+    try:
+        with pytest.raises(UsageError, match="is the file of the model"):
+            chat.handle(f"/save -f {part}")
+    finally:
+        chat.session.llm.model_files = files
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
@@ -621,6 +642,33 @@ def typed(keys: str, history: Path | None = None) -> list[str]:
 
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
+
+
+def test_ctrl_x_ctrl_e_opens_the_message_in_the_editor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    program, came_back = tmp_path / "editor", tmp_path / "came_back"
+    program.write_text(f'#!/bin/sh\nprintf "in the editor\\n" >> "$1"\ntouch {came_back}\n')
+    program.chmod(0o700)
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", str(program))
+    with create_pipe_input() as source:
+        editor = LineEditor(lambda columns: "", None, input=source, output=DummyOutput())
+
+        def press() -> None:
+            source.send_text("Written \x18\x05")
+            end = time.monotonic() + 10
+            while not (came_back.exists() and "editor" in editor._session.default_buffer.text):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.01)
+            source.send_text(ENTER)
+
+        threading.Thread(target=press, daemon=True).start()
+        assert editor.read() == "Written in the editor"
 
 
 @pytest.mark.parametrize(
@@ -803,7 +851,7 @@ def test_an_error_in_a_pipe_is_one_line_and_an_exit_code(model: Path, llm: LLM) 
     ("args", "words_"),
     [
         (["--temperature", "-x"], ["temperature"]),
-        (["--top-p", "-1"], ["top_p is -1"]),
+        (["--top-p", "-1"], ["--top-p is -1"]),
         (["--on-full", "explode"], ["on-full", "drop-oldest"]),
         (["--context", "5000"], ["context 5000", "4096"]),
     ],

@@ -24,6 +24,12 @@ def grow(start: str, step: str, end: str = "ns.x") -> str:
     return "{% set ns = namespace(x=" + start + ") %}" + loop + "{{ " + end + " }}"
 
 
+def long_turns(work: str) -> str:
+    """A turn after the other over two texts of a million characters."""
+    texts = "{% set t = 'x' * 1000000 %}{% set v = 'x' * 1000000 %}{% set u = 'z' * 99999 %}"
+    return "{% set ns = namespace(x=1) %}" + texts + "{% for i in range(99999) %}" + work + "{% endfor %}"
+
+
 HOSTILE = {
     "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "a loop that skips all": "{% for i in range(99999) if range(99999) | list | length == 0 %}{% endfor %}",
@@ -100,6 +106,69 @@ HOSTILE = {
     "{% endfor %}{% endfor %}",
     "generation in loops": "{% for i in range(99999) %}{% generation %}{% for j in range(999) %}x{% endfor %}"
     "{% endgeneration %}{% endfor %}",
+    "counting in every turn": turns("{{ a.count(b) }}"),
+    "counting in a range": turns("{{ r.count('x') }}"),
+    "looking in a list": turns("{{ a.index(-1) if false else a.count(-1) }}"),
+    "looking in a range": turns("{{ r.index(1.5) if false else r.count(1.5) }}"),
+    "counting in a text": long_turns("{% if t.count('x') %}{% endif %}"),
+    "finding in a text": long_turns("{% if t.find('y') %}{% endif %}"),
+    "finding from the right": long_turns("{% if t.rfind('y' ~ u) %}{% endif %}"),
+    "finding by in": long_turns("{% if 'y' in t %}{% endif %}"),
+    "equal long texts": long_turns("{% if t == v %}{% endif %}"),
+    "splitting": long_turns("{% if t.split('y') %}{% endif %}"),
+    "splitting into characters": long_turns("{% if t.split('x') %}{% endif %}"),
+    "stripping": long_turns("{% if t.strip('x') %}{% endif %}"),
+    "stripping many": long_turns("{% if t.strip(u ~ 'y') %}{% endif %}"),
+    "is it digits": long_turns("{% if t.isdigit() %}{% endif %}"),
+    "is it letters": long_turns("{% if t.isalpha() %}{% endif %}"),
+    "upper case": long_turns("{% if t.upper() %}{% endif %}"),
+    "slices with a step": long_turns("{% if t[::2] %}{% endif %}"),
+    "slices of a list": turns("{% if a[::-1] %}{% endif %}"),
+    "slices kept": long_turns("{% set ns.x = [ns.x, t[1:]] %}"),
+    "150 assignments of slices": "{% set t = 'x' * 4000000 %}"
+    + "".join(f"{{% set a{i} = t[{i}:] %}}" for i in range(150)),
+    "hashing a long text": long_turns("{% if {}[t ~ i] %}{% endif %}"),
+    "hashing a tuple": grow("(1,)", "(ns.x, ns.x)", "{}[ns.x]"),
+    "hashing tuples in every turn": turns("{% if {}[p] %}{% endif %}").replace(
+        "{% for", "{% set p = (r, a | join) %}{% for", 1
+    ),
+    "cyclers": turns("{% set c = cycler(*r) %}"),
+    "cyclers of texts": long_turns("{% set c = cycler(*t) %}"),
+    "loop.cycle": turns("{{ loop.cycle(*r) }}"),
+    "loop.changed": turns("{{ loop.changed(a) }}"),
+    "calls of macros": turns("{{ f(*r) }}").replace(
+        "{% for", "{% macro f() %}{{ varargs[0] }}{% endmacro %}{% for", 1
+    ),
+    "a format that repeats": "{% set x = {'a': 'x' * 99999} %}{{ '%(a)s' * 99999 % x }}",
+    "a format filter that repeats": "{{ ('%(a)s' * 99999) | format(a='x' * 99999) }}",
+    "a format method that repeats": "{{ ('{0}' * 99999).format('x' * 99999) }}",
+    "a format method with many names": "{{ ('{a}' * 99999).format_map({'a': 'x' * 99999}) }}",
+    "many widths": "{{ ('%99999d' * 9999) % ((1,) * 9999) }}",
+    "many starred widths": "{{ ('%*d' * 5000) % ((99999, 1) * 5000) }}",
+    "a format in a test": "{{ ('%99999s' * 9999) is divisibleby(1) }}",
+    "a format in another test": "{{ ('%(a)s' * 99999) is divisibleby({'a': 'x' * 99999}) }}",
+    "joining bytes": "{{ ('x' * 99999).encode().join(['y'.encode()] * 99999) }}",
+    "replacing by name": "{{ ('x' * 99999) | replace(new='y' * 99999, old='x') }}",
+    "replacing in a list": "{{ (['x'] * 9999) | replace('x', 'y' * 99999) }}",
+    "replacing nothing": "{{ ('x' * 99999).replace('', 'y' * 99999) }}",
+    "adding lists": "{{ ([[1] * 999] * 9999) | sum(start=[]) }}",
+    "adding tuples": "{{ ([(1,) * 999] * 9999) | sum(start=()) }}",
+    "filters of filters": "{{ range(99999) " + "| select " * 300 + "| list | length }}" * 1,
+    "JSON with deep indents": "{% set ns = namespace(x=[1] * 999) %}{% for i in range(200) %}"
+    "{% set ns.x = [ns.x] %}{% endfor %}" + "{{ ns.x | tojson(indent=16) }}" * 9,
+    "JSON in every turn": turns("{% if p | tojson %}{% endif %}").replace(
+        "{% for", "{% set p = [a] %}{% for", 1
+    ),
+    "copies of objects": turns("{% if dict(d) %}{% endif %}").replace(
+        "{% for", "{% set d = dict(r | batch(2)) %}{% for", 1
+    ),
+    "copies of lists": turns("{% if a.copy() %}{% endif %}"),
+    "large numbers from text": "{{ ('f' * 99999) | int(base=16) }}",
+    "large numbers divided": "{{ 0x" + "f" * 99999 + " // 0x" + "f" * 49999 + " }}",
+    "a number of 100,000 digits": "{{ " + "9" * 100_000 + " }}",
+    "25 loops in loops": "{% for i in [1] %}" * 25 + "{% endfor %}" * 25,
+    "dates in every turn": turns("{% if strftime_now('%c' * 99) %}{% endif %}"),
+    "escaping": "{% autoescape true %}{{ '&' * 9000000 }}{{ '&' * 9000000 }}{% endautoescape %}",
     "a refusal": "{{ raise_exception('Only user and assistant roles') }}",
     "something undefined": "{{ nope.nope }}",
     "a division by zero": "{{ 1 / 0 }}",

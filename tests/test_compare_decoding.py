@@ -119,6 +119,7 @@ def test_kept_probabilities_are_those_of_the_definition(llm: LLM, decodings: lis
         assert list(k.mass) == pytest.approx(prefix[np.arange(12), counts - 1], abs=1e-5), d.name
 
 
+@pytest.mark.usefixtures("step_by_step")
 def test_a_stop_event_leaves_what_there_is(llm: LLM) -> None:
     stop = threading.Event()
     made: list[int] = []

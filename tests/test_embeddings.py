@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,16 +15,35 @@ from test_families import reference as reference_of
 from test_logits import TOLERANCE, Loaded, worst
 
 from xinfer_vk import LLM
-from xinfer_vk.engine.embeddings import hidden_states
-from xinfer_vk.errors import UsageError
+from xinfer_vk.engine.embeddings import hidden_states, pooling_of
+from xinfer_vk.errors import ModelError, UsageError
 from xinfer_vk.reference import NumpyRuntime
+
+
+def hidden_of(model: Loaded, token_ids: np.ndarray) -> np.ndarray:
+    sequence = model.runner.cache.open(len(token_ids))
+    try:
+        return hidden_states(model.runner, sequence, [int(i) for i in token_ids])
+    finally:
+        model.runner.cache.close(sequence)
+
+
+def test_the_head_times_the_hidden_states_is_the_logits(tiny_model: Path) -> None:
+    """With the checkpoint's own head, read by the library that safetensors' authors wrote."""
+    from safetensors.numpy import load_file
+
+    weights = load_file(tiny_model / "model.safetensors")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).astype(np.float64)
+    ids = [3 + i % 17 for i in range(70)]
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
+        assert worst(llm.hidden_states(ids) @ head.T, llm.logits(ids)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_a_linear_function_of_the_hidden_states(name: str) -> None:
     token_ids, want = reference_of(name)
     model = Loaded(NumpyRuntime(), FOLDER / name)
-    hidden, c = hidden_states(model.runner, token_ids), model.config
+    hidden, c = hidden_of(model, token_ids), model.config
     assert hidden.shape == (len(token_ids), c.hidden_size) and c.hidden_size < len(token_ids)
     logits = want.astype(np.float64)
     if c.logit_softcap:
@@ -33,10 +55,10 @@ def test_logits_are_a_linear_function_of_the_hidden_states(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama-dynamic", "gemma3-multimodal"])
 def test_device_hidden_states_equal_those_of_numpy(runtime: Any, name: str) -> None:
     token_ids, _ = reference_of(name)
-    want = hidden_states(Loaded(NumpyRuntime(), FOLDER / name).runner, token_ids)
+    want = hidden_of(Loaded(NumpyRuntime(), FOLDER / name), token_ids)
     model = Loaded(runtime, FOLDER / name)
     try:
-        assert worst(hidden_states(model.runner, token_ids), want) <= TOLERANCE
+        assert worst(hidden_of(model, token_ids), want) <= TOLERANCE
     finally:
         model.free()
 
@@ -74,7 +96,53 @@ def test_no_product_of_the_head_runs_for_hidden_states() -> None:
     model = Loaded(NumpyRuntime(), FOLDER / "llama-dynamic")
     model.logits(token_ids[:32], None)
     with_head = model.runner.last_plan
-    hidden_states(model.runner, token_ids[:32])
+    hidden_of(model, token_ids[:32])
     without = model.runner.last_plan
     assert with_head is not None and without is not None
     assert len(without.steps) < len(with_head.steps)
+
+
+def test_a_text_is_embedded_by_the_mean_of_its_hidden_states_unless_the_checkpoint_says_how(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    texts = ["rain", "a longer text about rain", [5, 6, 7]]
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    rows = {}
+    for key, kind in ((None, "mean"), ("lasttoken", "last"), ("cls_token", "cls"), ("mean_tokens", "mean")):
+        if key is not None:
+            (model / "1_Pooling").mkdir(exist_ok=True)
+            (model / "1_Pooling" / "config.json").write_text(
+                json.dumps({"word_embedding_dimension": 8, f"pooling_mode_{key}": True})
+            )
+        with LLM(model, device="numpy", kv_dtype="f32") as llm:
+            assert llm.pooling == kind
+            rows[kind] = llm.embed(texts)
+            for text, vector in zip(texts, rows[kind]):
+                hidden = llm.hidden_states(text).astype(np.float64)
+                want = {"mean": hidden.mean(axis=0), "last": hidden[-1], "cls": hidden[0]}[kind]
+                assert np.allclose(vector, want / np.linalg.norm(want), atol=1e-6)
+                raw = llm.embed([text], normalize=False)[0]
+                assert np.allclose(raw, want, rtol=1e-6, atol=1e-6)
+    assert not np.allclose(rows["mean"], rows["last"])
+
+
+@pytest.mark.parametrize("number, kind", [(0, "mean"), (1, "mean"), (2, "cls"), (3, "last")])
+def test_gguf_says_how_by_number(number: int, kind: str) -> None:
+    source = SimpleNamespace(
+        kind="gguf", path=Path("x.gguf"), metadata={"general.architecture": "a", "a.pooling_type": number}
+    )
+    assert pooling_of(source) == kind  # type: ignore[arg-type]
+
+
+def test_a_pooling_that_is_none_of_ours_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(ModelError, match="pooling_mode_max_tokens"):
+        LLM(model, device="numpy")
+    with LLM(tiny_model, device="numpy") as llm:
+        for texts, options in (([], {}), (["x"], {"pooling": "max"}), ([""], {})):
+            with pytest.raises(UsageError):
+                llm.embed(texts, **options)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from xinfer_vk import LLM
+from xinfer_vk.cli.chat_settings import settings_from_record
+from xinfer_vk.cli.generate import command as generate
 from xinfer_vk.cli.main import main
-from xinfer_vk.errors import UsageError, said, setting, shell_words
+from xinfer_vk.engine.config import EngineConfig
+from xinfer_vk.errors import UsageError, parameter_words, said, setting, shell_words
+from xinfer_vk.sampling.params import SamplingParams, named
 
+TRANSLATORS = ("said", "setting", "named", "_refused", "_two_limits")
 SOURCES = Path(__file__).parent.parent / "xinfer_vk"
 
 
@@ -62,3 +70,108 @@ def test_the_same_mistake_on_the_command_line_names_options(
     with pytest.raises(SystemExit):
         main(["generate", *options, "-p", "hello world " * 20])
     assert "a larger --context or a shorter prompt" in capsys.readouterr().err
+
+
+REFUSED = [  # options of generate, what the command line says of them, what Python says
+    (["--top-k", "-3"], "--top-k is -3: it must be 0", {"top_k": -3}, "top_k is -3"),
+    (["--temperature", "1e9"], "--temperature is 1e+09", {"temperature": 1e9}, r"temperature is 1e\+09"),
+    (
+        ["--stop-token-id", "-2"],
+        "--stop-token-id names -2",
+        {"stop_token_ids": [-2]},
+        "stop_token_ids names -2",
+    ),
+    (
+        ["--stop-token-id", "99999"],
+        "--stop-token-id names token 99999",
+        {"stop_token_ids": [99999]},
+        "stop_token_ids",
+    ),
+    (["--bad-word", " "], "--bad-word has ' '", {"bad_words": [" "]}, "bad_words has ' '"),
+    (
+        ["--logit-bias", "1=nan"],
+        "--logit-bias of token 1 is nan",
+        {"logit_bias": {1: float("nan")}},
+        "logit_bias of",
+    ),
+    (
+        ["--min-new-tokens", "9", "-n", "3"],
+        "--min-new-tokens is 9 and --max-new-tokens 3",
+        {"min_new_tokens": 9, "max_new_tokens": 3},
+        "min_new_tokens is 9 and max_new_tokens 3",
+    ),
+    (
+        ["--sampler-order", "top_q"],
+        "--sampler-order names 'top_q'",
+        {"sampler_order": ["top_q"]},
+        "sampler_order",
+    ),
+    (
+        ["--logprobs", "21"],
+        "--logprobs is 21: it must be between 0 and 20\n",
+        {"logprobs": 21},
+        "logprobs is 21",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "shell", "fields", "python"), REFUSED, ids=lambda value: str(value)[:30])
+def test_sampling_parameters_are_named_as_options_on_the_command_line(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], options: Any, shell: str, fields: Any, python: str
+) -> None:
+    model = ["-m", str(tiny_model), "--device", "numpy"]
+    with pytest.raises(SystemExit):
+        main(["generate", *model, "-p", "hello", *options])
+    assert f"error: {shell}" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=python) as info:  # noqa: SIM117
+        with LLM(tiny_model, device="numpy") as llm:
+            llm.generate([5], **fields)
+    assert "--" not in str(info.value)
+
+
+def test_every_sampling_field_has_the_option_that_its_errors_name() -> None:
+    options = {option for param in generate.params for option in param.opts}
+    with shell_words():
+        for field in dataclasses.fields(SamplingParams):
+            name = str(UsageError(named(field.name)))
+            assert name in options or field.name == "logits_processors", name
+
+
+def test_prompts_in_a_file_and_settings_of_a_chat_keep_the_names_that_they_use(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "hello", "top_k": -3}\n{"prompt": "hello", "stop_token_ids": [99999]}\n')
+    with pytest.raises(SystemExit):
+        options = ["-m", str(tiny_model), "--device", "numpy", "--keep-going"]
+        main(["generate", *options, "--prompts", str(lines)])
+    told = capsys.readouterr().err
+    assert "jsonl:1: top_k is -3" in told and "jsonl:2: stop_token_ids names token 99999" in told
+    with shell_words(), parameter_words(), pytest.raises(UsageError, match=r"^top_k is"):
+        SamplingParams(top_k=-3)
+    with shell_words(), pytest.raises(UsageError, match=r"^top_k is"):
+        settings_from_record({"top_k": -3})
+
+
+def texts_of(node: ast.AST) -> Iterator[str]:
+    """The string literals of an expression, but for names given to those who translate them."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TRANSLATORS:
+        return
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    for child in ast.iter_child_nodes(node):
+        yield from texts_of(child)
+
+
+def test_no_error_of_the_engine_names_a_python_parameter_that_the_command_line_spells_otherwise() -> None:
+    """Parameters with an underscore, in texts of errors below the command line, must be settings."""
+    names = {f.name for f in (*dataclasses.fields(SamplingParams), *dataclasses.fields(EngineConfig))}
+    bare = re.compile("|".join(rf"(?<![\w.'\"]){name}(?![\w'\"])" for name in names if "_" in name))
+    found = []
+    for path in sorted(SOURCES.rglob("*.py")):
+        if "cli" in path.relative_to(SOURCES).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                found += [(path.name, text) for text in texts_of(node.exc) if bare.search(text)]
+    assert found == []

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from xinfer_vk.vulkan.guard import ForkableLock
 
 if not hasattr(os, "fork"):
     pytest.skip("this system does not fork", allow_module_level=True)
@@ -74,6 +77,75 @@ def test_a_device_in_a_fork_is_refused_with_the_remedy(device, what):
     message, *rest = fork(device, what)
     assert "is a fork of process" in message and "spawn" in message
     assert rest == ["status 7", "parent goes on"]
+
+
+HELD = """
+import os, sys, threading
+import numpy as np
+from xinfer_vk import LLM
+from xinfer_vk.errors import UsageError
+
+model, device, what = sys.argv[1:]
+llm = LLM(model, device=device)
+alone = llm.generate([5, 6], max_new_tokens=8, ignore_eos=True).token_ids
+held, forked = threading.Event(), threading.Event()
+
+def hold():
+    with llm._lock, llm.runtime.turns:
+        held.set()
+        forked.wait()
+
+other = threading.Thread(target=hold)
+other.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    if what == "close":
+        llm.close()
+    else:
+        try:
+            llm.generate([5, 6]) if what == "generate" else llm.runtime.counters() and llm.logits([5])
+        except UsageError as error:
+            print(error, flush=True)
+    sys.stdout.flush()
+    os._exit(7)
+status = os.waitpid(child, 0)[1]
+forked.set()
+other.join()
+print("status", os.waitstatus_to_exitcode(status))
+assert llm.generate([5, 6], max_new_tokens=8, ignore_eos=True).token_ids == alone
+print("parent goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["generate", "logits", "close"])
+def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have(device, tiny_model, what):
+    command = [sys.executable, "-c", HELD, str(tiny_model), str(device.index), what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    *messages, status, parent = done.stdout.splitlines()
+    assert [status, parent] == ["status 7", "parent goes on"]
+    assert len(messages) == (what != "close") and all("is a fork of process" in line for line in messages)
+
+
+def test_a_lock_taken_in_the_parent_is_left_in_the_fork():
+    lock = ForkableLock()
+    with lock, lock:
+        child = os.fork()
+        if child == 0:
+            with lock:
+                pass
+    if child == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    taken = []
+    with lock:
+        thread = threading.Thread(target=lambda: [lock.__enter__(), taken.append(True), lock.__exit__()])
+        thread.start()
+        thread.join(0.05)
+        assert not taken
+    thread.join()
+    assert taken
 
 
 @pytest.mark.parametrize("what", ["exit", "release"])

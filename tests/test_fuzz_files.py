@@ -15,13 +15,24 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
-from model_files import K_SIZES, safetensors_bytes, tiny_config, with_header, write_gguf_model, write_hf_model
+from model_files import (
+    FIRST_SCALES,
+    K_SIZES,
+    safetensors_bytes,
+    tiny_config,
+    with_header,
+    write_gguf_model,
+    write_hf_model,
+)
 from quantized_files import Recipe, write_quantized_model
-from test_pack import declare, load
+from test_logits import Loaded
+from test_pack import declare, load, matrix_values
 
-from xinfer_vk.errors import ModelError
-from xinfer_vk.reference import NUMPY_PROFILE
+from xinfer_vk.errors import ModelError, NumericError
+from xinfer_vk.reference import NUMPY_PROFILE, NumpyRuntime
 from xinfer_vk.weights.device import WeightPlanner
 from xinfer_vk.weights.formats import FORMATS
 from xinfer_vk.weights.source import open_model
@@ -168,6 +179,51 @@ def test_damaged_gguf_files(tmp_path: Path, seed: int) -> None:
         return target, story
 
     fuzz(1500, seed, case)
+
+
+# Where a block's f16 scales are; any bits in the rest of a block are weights.
+SCALES = FIRST_SCALES | {
+    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
+}  # fmt: skip
+NO_SCALES = [np.inf, -np.inf, np.nan, 65504.0, -65504.0, 2.0**-24, 0.0, -0.0]
+TOKENS = list(range(3, 9))
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.tier_all)])
+@pytest.mark.parametrize("fmt", sorted(SCALES))
+def test_scales_that_are_no_numbers_give_no_number_or_an_error(tmp_path: Path, fmt: str, rounds: int) -> None:
+    """The ``gguf`` package says what is a number in such a block; logits are numbers, or there are none."""
+    path, kind = tmp_path / "x.gguf", gguf.GGMLQuantizationType[fmt.upper()]
+    config = tiny_config("llama", **{**SMALL, **K_SIZES, "head_dim": 128})
+    write_gguf_model(path, config, fmt=lambda name: fmt if "o_proj" in name else "f32")
+    (tensor,) = (t for t in gguf.GGUFReader(path).tensors if "attn_output" in t.name)
+    begin, whole = int(tensor.data_offset), path.read_bytes()
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    rng, ends = np.random.default_rng(9), set()
+    for i in range(rounds):
+        raw = np.frombuffer(whole, np.uint8, tensor.n_bytes, begin).reshape(-1, size).copy()
+        for at in SCALES[fmt]:
+            damaged = rng.choice(len(raw), rng.choice((1, 3, len(raw))), replace=False)
+            raw[damaged, at : at + 2] = rng.choice(NO_SCALES, (len(damaged), 1)).astype("<f2").view(np.uint8)
+        path.write_bytes(whole[:begin] + raw.tobytes() + whole[begin + raw.size :])
+        with open_model(path) as source, np.errstate(all="ignore"):
+            runtime, handles, _ = load(source)
+            got = matrix_values(runtime, handles["0.o"][0])
+            want = gguf.quants.dequantize(raw.reshape(tensor.data.shape), kind)
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want), err_msg=f"round {i}")
+        exact = np.isfinite(want)
+        np.testing.assert_allclose(got[exact], want[exact], rtol=1e-6, err_msg=f"round {i}")
+        try:
+            with np.errstate(all="ignore"):
+                logits = Loaded(NumpyRuntime(), path).logits(TOKENS, None)
+        except NumericError as e:
+            assert "\n" not in str(e)
+            assert not exact.all() or np.abs(want).max() > 100, f"round {i}: all weights are small"
+            ends.add("error")
+        else:
+            assert np.isfinite(logits).all(), f"round {i}"
+            ends.add("logits")
+    assert ends == {"error", "logits"} or rounds < 10
 
 
 @pytest.mark.parametrize("seed", [3, 4])

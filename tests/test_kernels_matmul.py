@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import runs_all
 from weight_matrices import BLOCK_SIZES, FORMATS, GROUPED, WeightMatrix, random_matrix, whole_blocks
 
 from xinfer_vk.kernels import state as st
@@ -262,19 +263,31 @@ def profile(request: pytest.FixtureRequest, runtime: Any) -> DeviceProfile:
 # tile is a shader of its own to compile, seconds on lavapipe. Here are units of one, two, four and eight
 # weights, with and without levels, and super-blocks.
 UNITS = ("f32", "f16", "q8_0", "q4_1", "q5_0", "q4_k", "q6_k")
-ON_LAVAPIPE = ("f16", "q4_k")  # where kernels for GPUs are tested in more than their default form
+SOME = ("f16", "q4_k")  # for what takes long and is the same code in every format
 
 
-def skip_slow(profile: DeviceProfile, fmt: str, formats: tuple[str, ...]) -> None:
-    """lavapipe takes 2 to 7 seconds to compile a kernel for GPUs, four times as long as SwiftShader."""
-    if "llvmpipe" in profile.name and not profile.simd and fmt not in formats:
-        pytest.skip("kernels for GPUs, on lavapipe: in some formats")
+def skip_slow(profile: DeviceProfile, fmt: str, formats: tuple[str, ...] = SOME) -> None:
+    """Each kind of kernel is tested in all formats on one of the two devices, where it compiles faster (a
+    kernel for GPUs takes lavapipe 2 to 7 seconds, four times as long as SwiftShader); on the other in
+    ``formats``, unless this is tier all."""
+    lavapipe, swiftshader = "llvmpipe" in profile.name, "SwiftShader" in profile.name
+    slow = swiftshader if profile.simd else lavapipe
+    if slow and fmt not in formats and not runs_all():
+        pytest.skip("this kind of kernel in every format on this device: in tier all")
+
+
+def skip_emulated(profile: DeviceProfile, fmt: str) -> None:
+    """Where there are no matrix units the same shader with ordinary arithmetic in their place is tested: it
+    is made for a few formats, and on SwiftShader in tier all only, because it is slow to compile."""
+    emulated = fmt in SOME and ("llvmpipe" in profile.name or runs_all())
+    if not multiplies_halves(profile, 16) and not emulated:
+        pytest.skip("no matrix units, and the format or the device is not one the shader is emulated for")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_of_few_tokens_equal_float64(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
     """Of one token and by the largest tile in every format, by all tiles in some."""
-    skip_slow(profile, fmt, UNITS)
+    skip_slow(profile, fmt)
     for i, rows in enumerate(SIZES):
         tokens = (1, 2, 3, 7)[i % 4] if fmt in UNITS else (1, 7)[i % 2]
         check(Product(fmt, rows, cols_for(fmt, i), tokens, tokens), runtime, profile)
@@ -283,7 +296,7 @@ def test_products_of_few_tokens_equal_float64(fmt: str, runtime: Any, profile: D
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_of_many_tokens_equal_float64(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
     """By the largest tile in every format, by all in some."""
-    skip_slow(profile, fmt, UNITS)
+    skip_slow(profile, fmt)
     sizes = [(257, 33, 1), (33, 63, 5), (7, 257, 0), (63, 65, 7)]
     for rows, tokens, i in [*sizes, (65, 31, 4), (1, 9, 2)] if fmt in UNITS else sizes:
         check(Product(fmt, rows, cols_for(fmt, i), tokens, tokens), runtime, profile)
@@ -293,6 +306,7 @@ def test_products_of_many_tokens_equal_float64(fmt: str, runtime: Any, profile: 
 def test_unused_token_rows_are_neither_read_nor_written(
     fmt: str, runtime: Any, profile: DeviceProfile
 ) -> None:
+    skip_slow(profile, fmt)
     for tokens, used in ((1, 0), (4, 3), (8, 1), (16, 0), (64, 33), (64, 8)):
         check(Product(fmt, 40, whole_blocks(fmt, 64), tokens, used), runtime, profile)
 
@@ -308,11 +322,8 @@ def test_products_need_no_subgroup_of_eight(fmt: str, runtime: Any) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_products_on_matrix_units_are_as_exact_as_f32(fmt: str, runtime: Any) -> None:
-    """Where there are none, the same shader with ordinary arithmetic in their place is tested, for a few
-    formats and on one device: it is slow to compile."""
     profile = replace(runtime.profile, simd=False)
-    if not multiplies_halves(profile, 16) and not (fmt in ON_LAVAPIPE and "llvmpipe" in profile.name):
-        pytest.skip("no matrix units, and the format or the device is not one the shader is emulated for")
+    skip_emulated(profile, fmt)
     check(
         Product(fmt, 150, cols_for(fmt, 5), 16, 11, bias=True, splits=(136,), halves=True), runtime, profile
     )
@@ -326,8 +337,14 @@ def test_products_on_matrix_units_are_as_exact_as_f32(fmt: str, runtime: Any) ->
         check(Product(fmt, 130, whole_blocks(fmt, 4096), 70, 70, halves=True, gap=1), runtime, profile)
 
 
+def in_units(name: str) -> list[Any]:
+    """A way to use a kernel, in a format of each size of units; in more of them in tier all."""
+    whole = ("f32", "f16", "q4_1", "q4_k")
+    return [pytest.param(f, name, marks=[] if f in whole else pytest.mark.tier_all) for f in UNITS]
+
+
 # Other ways to use a kernel decode as its default does, which is tested in every format.
-WAYS = [(fmt, "matvec 64 subgroup x16") for fmt in UNITS] + [
+WAYS = in_units("matvec 64 subgroup x16") + [
     (fmt, name) for fmt in ("f32", "f16", "q4_1") for name in ("matvec 64 subgroup", "matvec 64 x16")
 ]
 
@@ -337,7 +354,7 @@ def test_other_ways_to_use_matvec_equal_float64(fmt: str, name: str, runtime: An
     """Rows that end in the first and in the second group of 8 of a workgroup, columns that end a run of units
     early, rows of x that begin anywhere, unused rows, and epilogues that read what is there."""
     profile = replace(runtime.profile, simd=False)
-    skip_slow(profile, fmt, ON_LAVAPIPE)
+    skip_slow(profile, fmt)
     for rows, tokens, used, i, epilogue, gap in (
         (257, 1, 1, 7, "store", 0), (33, 1, 1, 6, "swiglu", 0), (74, 3, 3, 4, "add", 1),
         (8, 8, 5, 5, "store", 0),
@@ -361,7 +378,7 @@ MATVECS_OF_16 = [(fmt, "matvec 64") for fmt in ("f32", "q8_0", "q4_1", "q4_k")] 
 def test_matvec_of_16_tokens_equals_float64(fmt: str, name: str, runtime: Any) -> None:
     """A whole tile of them, unused rows, and rows of x that begin anywhere."""
     profile = replace(runtime.profile, simd=False)
-    skip_slow(profile, fmt, ON_LAVAPIPE)
+    skip_slow(profile, fmt)
     for rows, tokens, used, i, epilogue, gap in (
         (33, 16, 16, 7, "store", 0), (74, 16, 9, 4, "add", 1), (38, 12, 11, 5, "swiglu", 0),
     ):  # fmt: skip
@@ -382,7 +399,7 @@ def test_matvec_of_16_tokens_fits_the_shared_memory_there_is() -> None:
     assert lanes == {16: [32], 18: [64]}
 
 
-MATMULS = [(fmt, "matmul 32 double") for fmt in UNITS] + [
+MATMULS = in_units("matmul 32 double") + [
     (fmt, name) for fmt in ("f32", "f16", "q4_k") for name in ("matmul 64 ahead", "matmul 64 x128")
 ]
 
@@ -392,7 +409,7 @@ def test_other_ways_to_use_matmul_equal_float64(fmt: str, name: str, runtime: An
     """One slice of 32 columns, two, an odd number and one that is not whole; rows that end in the first and
     in the second 64 of a workgroup; more tokens than a tile, and unused ones."""
     profile = replace(runtime.profile, simd=False)
-    skip_slow(profile, fmt, ON_LAVAPIPE)
+    skip_slow(profile, fmt)
     for rows, tokens, used, i, epilogue in (
         (150, 33, 33, 5, "store"), (65, 64, 40, 0, "add"), (74, 64, 9, 2, "swiglu"), (7, 70, 70, 7, "store"),
     ):  # fmt: skip
@@ -431,8 +448,7 @@ def test_subgroups_reduce_only_where_they_are_whole_and_full() -> None:
 def test_teams_on_matrix_units_add_up_their_columns(fmt: str, runtime: Any) -> None:
     """Blocks that the teams do not divide evenly, and fewer blocks than teams; emulated as above."""
     profile = replace(runtime.profile, simd=False)
-    if not multiplies_halves(profile, 16) and not (fmt in ON_LAVAPIPE and "llvmpipe" in profile.name):
-        pytest.skip("no matrix units, and the format or the device is not one the shader is emulated for")
+    skip_emulated(profile, fmt)
     for rows, i, teams in ((70, 5, 4), (33, 0, 4), (70, 4, 2)):
         product = Product(fmt, rows, cols_for(fmt, i), 16, 11, "add", bias=True, halves=True)
         check(product, runtime, profile, f"coop 16 teams {teams}")
@@ -443,6 +459,7 @@ def test_teams_on_matrix_units_add_up_their_columns(fmt: str, runtime: Any) -> N
 def test_bias_and_epilogues_equal_float64(
     fmt: str, epilogue: str, runtime: Any, profile: DeviceProfile
 ) -> None:
+    skip_slow(profile, fmt)
     for bias in (False, True):
         check(Product(fmt, 38, whole_blocks(fmt, 64), 4, 3, epilogue, bias), runtime, profile)
         check(Product(fmt, 70, whole_blocks(fmt, 64), 16, 13, epilogue, bias), runtime, profile)
@@ -452,7 +469,7 @@ def test_bias_and_epilogues_equal_float64(
 def test_a_matrix_split_by_rows_gives_the_same_product(
     fmt: str, runtime: Any, profile: DeviceProfile
 ) -> None:
-    skip_slow(profile, fmt, UNITS)
+    skip_slow(profile, fmt)
     for tokens, epilogue in ((1, "swiglu"), (64, "store")):
         product = Product(
             fmt, 102, whole_blocks(fmt, 64), tokens, tokens, epilogue, bias=True, splits=(8, 72)
@@ -464,6 +481,7 @@ def test_a_matrix_split_by_rows_gives_the_same_product(
 
 @pytest.mark.parametrize("fmt", ("f32", "bf16", "q8_0", "q4_1", "q6_k"))
 def test_rows_of_x_may_begin_anywhere(fmt: str, runtime: Any, profile: DeviceProfile) -> None:
+    skip_slow(profile, fmt, ("bf16", "q4_1"))
     for gap in (1, 2, 4):
         for tokens in (3, 17):
             check(Product(fmt, 33, whole_blocks(fmt, 96), tokens, tokens, gap=gap), runtime, profile)
@@ -473,7 +491,7 @@ def test_rows_of_x_may_begin_anywhere(fmt: str, runtime: Any, profile: DevicePro
 def test_a_product_ends_the_norm_of_what_it_multiplies(
     fmt: str, runtime: Any, profile: DeviceProfile
 ) -> None:
-    skip_slow(profile, fmt, UNITS)
+    skip_slow(profile, fmt)
     for tokens, used, epilogue in ((1, 1, "swiglu"), (8, 5, "store")):
         product = Product(fmt, 38, whole_blocks(fmt, 96), tokens, used, epilogue, bias=True, ends=True)
         check(product, runtime, profile)
@@ -484,6 +502,7 @@ def test_a_product_ends_the_norm_of_what_it_multiplies(
 def test_a_product_begins_the_norm_of_what_it_stores(
     fmt: str, epilogue: str, runtime: Any, profile: DeviceProfile
 ) -> None:
+    skip_slow(profile, fmt, ("q4_1",))
     product = Product(fmt, 96, whole_blocks(fmt, 64), 1, 1, epilogue, bias=True, begins=True)
     check(product, runtime, profile)
     check(replace(product, tokens=8, used=7, bias=False, splits=(40, 72)), runtime, profile)

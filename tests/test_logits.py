@@ -165,7 +165,7 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(
     assert worst(out[1], want[starts[1] + 7]) <= TOLERANCE
     for sequence in sequences:
         cache.close(sequence)
-    assert cache.allocator.free_blocks == cache.allocator.count
+    assert cache.pool.free_blocks == cache.pool.count
 
 
 def test_argmax_is_that_of_the_logits(loaded: Loaded, reference: tuple[Path, np.ndarray, np.ndarray]) -> None:

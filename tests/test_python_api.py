@@ -18,6 +18,7 @@ from chat_model import write_chat_model
 import xinfer_vk
 from xinfer_vk import LLM, ChatSession, SamplingParams
 from xinfer_vk.engine.generation import GenerationResult
+from xinfer_vk.engine.metrics import Metrics
 from xinfer_vk.errors import UsageError
 from xinfer_vk.options import SamplingOptions
 from xinfer_vk.text.chat import encode_chat
@@ -77,7 +78,8 @@ def test_calling_the_model_generates(llm: LLM) -> None:
 
 
 def test_the_package_shows_what_it_offers() -> None:
-    assert set(xinfer_vk.__all__) <= set(dir(xinfer_vk))
+    public = {name for name in dir(xinfer_vk) if not name.startswith("__")}
+    assert public == {name for name in xinfer_vk.__all__ if not name.startswith("__")}  # no imports of ours
     for name in xinfer_vk.__all__:
         assert getattr(xinfer_vk, name)
 
@@ -92,6 +94,33 @@ def test_a_list_of_messages_is_answered_once(llm: LLM) -> None:
     assert list(result.prompt_token_ids) == encode_chat(llm.tokenizer, llm.chat_template, messages)
     with llm.session(system="Be terse.", ignore_eos=True).send("Hello", max_tokens=4) as stream:
         assert stream.result.token_ids == result.token_ids
+
+
+def test_messages_are_a_prompt_wherever_a_text_is(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be terse."}, USER]
+    wanted = llm.chat(messages, max_tokens=4, ignore_eos=True)
+    stream = llm.stream(messages, max_tokens=4, ignore_eos=True)
+    assert "".join(stream) == wanted.text and stream.result.token_ids == wanted.token_ids
+    options = {"max_tokens": 4, "ignore_eos": True}
+    for result in (llm(messages, **options), *llm.batch([messages, "Hello", messages], **options)[::2]):
+        assert (result.prompt_token_ids, result.token_ids) == (wanted.prompt_token_ids, wanted.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.stream([USER], system="Be terse."), "make the text the first message"),
+        (lambda llm: llm.stream([USER], raw=True), "leave out raw, or give a text"),
+        (lambda llm: llm.stream([USER, 5]), "message 1 is 5|last message"),
+        (lambda llm: llm.stream([{"role": "assistant", "content": "x"}]), "last message must be the user's"),
+        (lambda llm: llm.stream([USER], template_args={"no_such": 1}), "no variable 'no_such'"),
+        (lambda llm: llm.batch([USER, USER]), "each conversation into a list of its own"),
+        (lambda llm: llm.stream([]), "the prompt is empty"),
+    ],
+)
+def test_messages_that_cannot_be_a_prompt_are_refused(llm: LLM, call: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        call(llm)
 
 
 def test_chat_without_messages_goes_on_to_make_a_session(llm: LLM) -> None:
@@ -238,7 +267,8 @@ def test_the_python_page_names_all_that_the_package_offers() -> None:
     page = (ROOT / "docs" / "python.md").read_text()
     assert [name for name in xinfer_vk.__all__ if name not in page and name != "__version__"] == []
     methods = [name for name, value in vars(LLM).items() if callable(value) and not name.startswith("_")]
-    assert [name for name in methods if f"llm.{name}(" not in page and name != "check_fits"] == []
+    checks = ("check_fits", "check_prompt")  # what every call does first; docs/api.md has them
+    assert [name for name in methods if f"llm.{name}(" not in page and name not in checks] == []
 
 
 def test_every_public_name_has_a_docstring() -> None:
@@ -248,3 +278,23 @@ def test_every_public_name_has_a_docstring() -> None:
             functions = {k: getattr(v, "fget", v) for k, v in members.items()}
             assert owner.__doc__, name
             assert [k for k, f in functions.items() if callable(f) and not f.__doc__] == [], name
+
+
+def test_the_timing_line_says_what_went_into_compiling() -> None:
+    """A cold first run is seconds long, and its rates leave them out."""
+    assert Metrics(compile_s=25.3).timing_line().endswith(" tok/s) | compiling: 25.30 s")
+    assert "compiling" not in Metrics(compile_s=0.01).timing_line()
+
+
+@pytest.mark.parametrize("name", ["stop_event", "on_result", "on_step", "on_estimate"])
+def test_what_cannot_be_called_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
+    wrong: dict[str, Any] = {name: 5}
+    with LLM(write_chat_model(tmp_path / "tiny"), device="numpy") as llm:
+        calls = {"stop_event": (llm.generate, llm.batch, llm.perplexity, llm.session().send)}.get(
+            name, (llm.perplexity,) if name == "on_estimate" else (llm.batch,)
+        )
+        for call in calls:
+            given: Any = "hello" if call.__name__ == "send" else [[5, 6]] if call == llm.batch else [5, 6]
+            with pytest.raises(UsageError, match=f"{name} is 5"):
+                call(given, **wrong)
+        assert llm.capacity == 0

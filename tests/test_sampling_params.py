@@ -56,7 +56,10 @@ REFUSED = [
     ({"bad_words": [[]]}, "bad_words has ()"),
     ({"bad_words": [[1, "x"]]}, "bad_words names 'x'"),
     ({"sampler_order": "top_k"}, "sampler_order is 'top_k'"),
-    ({"sampler_order": ["top_q"]}, "sampler_order names 'top_q': it must be made of these: penalties, bias"),
+    (
+        {"sampler_order": ["top_q"]},
+        "sampler_order names 'top_q': it must be a list of these: penalties, bias",
+    ),
     ({"sampler_order": ["bias", "bias"]}, "sampler_order names bias twice"),
     # contradictions
     ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9 and max_new_tokens 8"),

@@ -7,6 +7,7 @@ NumPy runtime runs them where the device does not matter.
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_files import tiny_config, write_hf_model
 
 from xinfer_vk import LLM
 from xinfer_vk.cache import CachedSequence
+from xinfer_vk.engine.memory import kv_shape
 from xinfer_vk.engine.runner import Chunk, ModelRunner, make_runner
 from xinfer_vk.errors import NumericError, OutOfMemoryError, UsageError
 from xinfer_vk.kernels import state as st
@@ -147,9 +150,8 @@ def test_samples_of_a_prompt_share_its_blocks_and_differ(llm: LLM) -> None:
 
 
 def test_shared_blocks_are_counted_and_given_back(llm: LLM) -> None:
-    runner = llm._runner_for(160, 3, 480)
-    cache = runner.cache
-    before = cache.allocator.free_blocks
+    cache = llm._open_engine().runner.cache
+    before = cache.pool.free_blocks
     parent = cache.open()
     cache.reserve(parent, 100)
     parent.length = 100
@@ -157,9 +159,9 @@ def test_shared_blocks_are_counted_and_given_back(llm: LLM) -> None:
     assert child.blocks == parent.blocks[:3]
     assert child.length == 96
     cache.close(parent)
-    assert cache.allocator.free_blocks == before - 3
+    assert cache.pool.free_blocks == before - 3
     cache.close(child)
-    assert cache.allocator.free_blocks == before
+    assert cache.pool.free_blocks == before
 
 
 def test_the_cpu_sampler_chooses_as_the_device_does(device: Any, tiny_model: Path) -> None:
@@ -282,16 +284,16 @@ def test_blocks_come_back_when_a_stream_is_dropped(llm: LLM) -> None:
     stream = llm.stream([5, 6], max_new_tokens=20, ignore_eos=True)
     next(stream)
     del stream
-    cache = llm._runner_for(22).cache
-    assert cache.allocator.free_blocks == cache.allocator.count
+    cache = llm._open_engine().runner.cache
+    assert cache.pool.free_blocks == cache.pool.count
 
 
-def test_two_streams_take_turns_or_are_refused(llm: LLM) -> None:
+def test_a_batch_beside_a_stream_under_way_runs_and_so_does_the_stream(llm: LLM) -> None:
     first = llm.stream([5, 6], max_new_tokens=20, ignore_eos=True)
     next(first)
-    with pytest.raises(UsageError, match="another generation is under way"):
-        llm.batch([[5]] * 60, max_new_tokens=600)
-    assert len(first.result.token_ids) == 20
+    results = llm.batch([[5]] * 40, max_new_tokens=6, ignore_eos=True)
+    assert [len(r.token_ids) for r in results] == [6] * 40
+    assert first.result.token_ids == llm.generate([5, 6], max_new_tokens=20, ignore_eos=True).token_ids
 
 
 def test_batches_and_long_texts_in_turn_keep_their_runner(tiny_model: Path) -> None:
@@ -368,13 +370,20 @@ def test_threads_take_turns_and_get_what_they_get_alone(llm: LLM) -> None:
     assert [got[i] for i in range(len(PROMPTS))] == alone
 
 
-def test_more_generations_at_once_than_rows_are_told_what_to_do(tiny_model: Path) -> None:
+def test_streams_are_read_in_turn(tiny_model: Path) -> None:
     with LLM(tiny_model, device="numpy", context=64) as llm:
-        first, second = llm.stream([5], max_new_tokens=9, ignore_eos=True), llm.stream([6], max_new_tokens=9)
-        next(first)
-        with pytest.raises(UsageError, match="another generation is under way"):
-            next(second)
-        assert len(first.result.token_ids) == 9
+        alone = [llm.generate([i], max_new_tokens=9, ignore_eos=True).token_ids for i in (5, 6)]
+        first, second = (llm.stream([i], max_new_tokens=9, ignore_eos=True) for i in (5, 6))
+        next(first), next(second), next(first)
+        assert [second.result.token_ids, first.result.token_ids] == alone[::-1]
+
+
+def test_requests_of_other_threads_go_on_while_nobody_reads_theirs(llm: LLM) -> None:
+    """Whoever waits drives all: the stream's tokens are there when its reader comes back."""
+    stream = llm.stream([5, 6], max_new_tokens=12, ignore_eos=True)
+    next(stream)
+    llm.generate([7, 8, 9], max_new_tokens=30, ignore_eos=True)
+    assert len(stream.partial_result.token_ids) == 12
 
 
 def test_streams_made_before_a_larger_one_still_run(tiny_model: Path) -> None:
@@ -387,7 +396,7 @@ def test_streams_made_before_a_larger_one_still_run(tiny_model: Path) -> None:
 
 @pytest.mark.usefixtures("step_by_step")
 def test_an_error_hands_over_what_there_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = llm._runner_for(96, 2, 192)
+    runner = llm._open_engine().runner
     decode, calls = runner.decode, [0]
 
     def failing(*args: Any) -> Any:
@@ -424,7 +433,7 @@ def test_prefill_counts_only_what_was_run(llm: LLM) -> None:
 
 
 def test_prompt_logprobs_do_not_keep_a_batch_from_running_together(llm: LLM) -> None:
-    runner = llm._runner_for(96, 4, 384)
+    runner = llm._open_engine().runner
     before = runner.steps_run
     llm.batch(PROMPTS, max_new_tokens=9, ignore_eos=True, prompt_logprobs=True)
     assert llm._runner is runner
@@ -473,14 +482,116 @@ def test_a_batch_refuses_what_is_no_list_of_prompts(llm: LLM, prompts: Any) -> N
         llm.batch(prompts)
 
 
-def test_two_streams_never_promise_the_same_blocks(tiny_model: Path) -> None:
+def test_what_does_not_fit_at_once_waits_for_its_turn(tiny_model: Path) -> None:
+    with LLM(tiny_model, device="numpy", context=96) as llm:
+        alone = [llm.generate([i] * 60, max_new_tokens=30, ignore_eos=True).token_ids for i in (5, 6)]
+    with LLM(tiny_model, device="numpy", context=96) as llm:
+        first, second = (llm.stream([i] * 60, max_new_tokens=30, ignore_eos=True) for i in (5, 6))
+        next(first), next(second)
+        assert [first.result.token_ids, second.result.token_ids] == alone
+        cache = llm._open_engine().runner.cache
+        assert cache.pool.free_blocks == cache.pool.count == 3
+
+
+def test_an_oversized_request_is_refused_and_a_pool_without_room_is_named(tiny_model: Path) -> None:
     with LLM(tiny_model, device="numpy") as llm:
-        cache = llm._runner_for(96, 2, 96).cache  # two rows, but room for one of three blocks and a bit
-        first = llm.stream([5] * 60, max_new_tokens=30, ignore_eos=True)
-        second = llm.stream([6] * 60, max_new_tokens=30, ignore_eos=True)
-        next(first)
-        with pytest.raises(UsageError, match="another generation is under way"):
-            next(second)
-        assert len(first.result.token_ids) == 30
-        assert cache.promised == 0
-        assert len(llm.generate([6] * 60, max_new_tokens=30, ignore_eos=True).token_ids) == 30
+        block = kv_shape(llm.engine_config, llm.config).block_bytes
+    with LLM(tiny_model, device="numpy", kv_memory=3 * block + 1) as llm:
+        assert llm.cached_tokens == 0 and llm.room == 96
+        assert len(llm.generate([5] * 90, max_new_tokens=30, ignore_eos=True).token_ids) == 6
+        assert llm.cached_tokens == 96
+        with pytest.raises(UsageError, match="96 tokens, longer than the context of 96"):
+            llm.generate([5] * 96)
+    with pytest.raises(UsageError, match=r"kv_memory is .*, and 32 tokens take"):
+        LLM(tiny_model, device="numpy", kv_memory=100)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 3}, {"repetition_penalty": 1.3}])
+def test_preempted_requests_give_what_they_give_alone(tiny_model: Path, fields: dict[str, Any]) -> None:
+    more = {"max_new_tokens": 40, "ignore_eos": True, **fields}
+    with LLM(tiny_model, device="numpy", kv_dtype="f32") as llm:
+        alone = [llm.generate(prompt, **more).token_ids for prompt in PROMPTS]
+        block = kv_shape(llm.engine_config, llm.config).block_bytes
+    with LLM(tiny_model, device="numpy", kv_dtype="f32", kv_memory=4 * block) as llm:
+        together = llm.batch(PROMPTS, **more)
+        assert [r.token_ids for r in together] == alone
+        assert llm._open_engine().scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("sampler", ["device", "cpu"])
+def test_a_row_with_nan_ends_its_request_and_no_other(tiny_model: Path, tmp_path: Path, sampler: Any) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "untied")
+    write_hf_model(model, tiny_config("qwen2", vocab_size=704, tie_word_embeddings=False), seed=3)
+    with LLM(model, device="numpy", kv_dtype="f32") as llm:
+        want = llm.generate([5, 6], max_new_tokens=9, ignore_eos=True).token_ids
+    with LLM(model, device="numpy", kv_dtype="f32", sampler=sampler) as llm:
+        part = llm.weights.embed.parts[0]
+        row = np.full(llm.config.hidden_size, np.nan, np.float32).view(np.uint32)
+        llm.runtime.write(part.buffer, part.offset + 700 * row.size, row)
+        seen: dict[int, Any] = {}
+        for fields in ({}, {"temperature": 1e-6, "seed": 1}):
+            seen.clear()
+            with pytest.raises(NumericError, match="position 2 hold NaN"):
+                llm.batch(
+                    [[5, 6], [5, 700]], max_new_tokens=9, ignore_eos=True,
+                    on_result=lambda r: seen.__setitem__(r.prompt, r), **fields,
+                )  # fmt: skip
+            assert seen[0].token_ids == want and seen[0].finish_reason == "length"
+            assert seen[1].token_ids == () and seen[1].finish_reason == "error"
+
+
+def test_a_request_for_which_every_token_is_banned_ends_alone(llm: LLM) -> None:
+    everything = dict.fromkeys(range(704), -np.inf)
+    seen: dict[int, Any] = {}
+    params = [SamplingParams(max_new_tokens=4), SamplingParams(max_new_tokens=4, logit_bias=everything)]
+    with pytest.raises(NumericError, match="no token is possible at position 1"):
+        llm.batch([[5], [6]], params, ignore_eos=True, on_result=lambda r: seen.__setitem__(r.prompt, r))
+    assert (len(seen[0].token_ids), seen[1].finish_reason) == (4, "error")
+
+
+@pytest.mark.parametrize("shared", [n + d for n in (32, 64) for d in (-1, 0, 1)])
+@pytest.mark.parametrize("more", [0, 1, 31])
+def test_cached_logits_are_those_of_a_fresh_prefill(
+    device: Any, tiny_model: Path, shared: int, more: int
+) -> None:
+    """At every block boundary: the log-probabilities agree as far as a chunk of another size rounds. A block
+    that is only partly shared is copied on the device."""
+    common, tail = list(range(100, 100 + shared)), [7] * more
+    asked = {"max_new_tokens": 4, "ignore_eos": True, "logprobs": 3}
+    with LLM(tiny_model, device=str(device.index), kv_dtype="f32", context=160) as llm:
+        fresh = llm.generate([*common, *tail], **asked)
+    with LLM(tiny_model, device=str(device.index), kv_dtype="f32", context=160) as llm:
+        before = llm.generate([*common, 9, 9, 9], **asked)
+        again = llm.generate([*common, *tail], **asked)
+        assert llm.generate([*common, 9, 9, 9], **asked).token_ids == before.token_ids
+    assert again.metrics.reused_tokens == min(shared, shared + more - 1)
+    assert again.token_ids == fresh.token_ids
+    for one, other in zip(again.logprobs or (), fresh.logprobs or ()):
+        assert abs(one.logprob - other.logprob) <= 1e-4
+
+
+def test_a_second_turn_of_many_requests_leaves_nothing_behind(llm: LLM) -> None:
+    for _ in range(3):
+        llm.batch([[i, i + 1] for i in range(50)], max_new_tokens=3, ignore_eos=True)
+    cache = llm._open_engine().runner.cache
+    assert cache.in_use == 0 and cache.pool.free_blocks == cache.pool.count and not cache.copies
+
+
+def test_ctrl_c_ends_its_own_request_and_the_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = llm.generate([7, 8, 9], max_new_tokens=12, ignore_eos=True).token_ids
+    other = llm.stream([7, 8, 9], max_new_tokens=12, ignore_eos=True)
+    next(other)
+    real, count = NumpyRuntime.run_step, itertools.count(1)
+
+    def run_step(self: NumpyRuntime, step: Step) -> None:
+        real(self, step)
+        if next(count) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NumpyRuntime, "run_step", run_step)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([5, 6], max_new_tokens=12, ignore_eos=True)
+    assert other.result.token_ids == want
+    cache = llm._open_engine().runner.cache
+    assert cache.in_use == 0 and cache.pool.free_blocks == cache.pool.count

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from xinfer_vk.cli.selftest import as_record, choose_cases, command
+from xinfer_vk.cli.selftest import allowed, as_record, choose_cases, command
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError
 from xinfer_vk.kernels.copy_words import copy_words
 from xinfer_vk.plan import BufferKind
 from xinfer_vk.reference import NumpyRuntime
-from xinfer_vk.selftest import Case, Finding, all_cases, run_cases
+from xinfer_vk.selftest import Case, Finding, all_cases, run_cases, short
 from xinfer_vk.selftest.case import EXACT, POISON, Tolerance, compare, compare_with_oracles
+from xinfer_vk.selftest.short import KERNELS, NAMES
 from xinfer_vk.selftest.weights import FORMATS, QUICK_FORMATS
 from xinfer_vk.vulkan.runtime import KomputeRuntime
 
@@ -62,6 +63,7 @@ def test_every_kernel_family_and_format_has_a_quick_case():
     names = [str(case) for case in all_cases() if case.quick]
     for kernel in (
         "copy_words",
+        "copy_region",
         "rmsnorm",
         "swiglu",
         "order_columns",
@@ -139,6 +141,51 @@ def test_filter_chooses_by_part_of_the_name():
     assert len(choose_cases(None, True)) > len(choose_cases(None, False))
 
 
+def dispatched(runtime, cases, monkeypatch) -> set[str]:
+    """The kernel families whose steps ``cases`` would run."""
+    families = set()
+
+    def note(bench, steps):
+        families.update(step.kernel.name.partition(".")[0] for step in steps)
+        return {}
+
+    monkeypatch.setattr("xinfer_vk.selftest.case.Bench.run", note)
+    for case in cases:
+        if case.kernel not in ("memory", "synchronization"):
+            case.run(runtime)
+    return families
+
+
+def test_the_default_covers_every_kernel_family_and_memory_kind_that_the_full_one_does(runtime, monkeypatch):
+    quick = [case for case in all_cases() if case.quick and case.applies(runtime.profile)]
+    chosen = short(quick)
+    assert {c.variant for c in chosen if c.kernel == "memory"} == {
+        c.variant for c in quick if c.kernel == "memory"
+    }
+    own = [case for case in quick if "as on a GPU" not in case.variant]
+    assert dispatched(runtime, own, monkeypatch) == dispatched(runtime, chosen, monkeypatch)
+    for kv_dtype in ("f32", "f16", "q8_0", "q4_0"):
+        for kernel in ("append_kv", "attention"):
+            assert any(case.kernel == kernel and kv_dtype in case.variant for case in chosen)
+    assert len(chosen) < 0.35 * len(quick)
+
+
+def test_every_name_in_the_short_list_is_a_case():
+    assert {str(case) for case in all_cases()} >= NAMES
+    assert {case.kernel for case in all_cases()} >= set(KERNELS)
+
+
+def test_the_table_shows_the_bound_that_was_applied(numpy_runtime):
+    def build(bench):
+        value = 1000.01 if bench.runtime is numpy_runtime else 1000.0
+        return bench.filled("x", np.array([1.0, value], np.float32)) and []
+
+    finding = compare_with_oracles(numpy_runtime, build, Tolerance(1e-3, 1e-3, "for this test"))
+    assert finding.problem == "" and 0.009 < finding.error < 0.011
+    assert finding.bound == pytest.approx(1e-3 + 1.0)
+    assert allowed(fine("x"), finding.bound) == "1.0e+00"
+
+
 def test_command_prints_a_table_and_exits_0(device):
     result = CliRunner().invoke(command, ["--device", str(device.index), "--kernel", "append_kv"])
     assert result.exit_code == 0, result.output
@@ -158,7 +205,7 @@ def test_command_exits_1_on_a_failure(monkeypatch):
     monkeypatch.setattr(
         "xinfer_vk.selftest.all_cases", lambda: [fine("one"), raising(DeviceError("no pipeline"))]
     )
-    result = CliRunner().invoke(command, ["--device", "numpy"])
+    result = CliRunner().invoke(command, ["--device", "numpy", "--full"])
     assert result.exit_code == 1
     assert (
         "FAIL" in result.stdout and "no pipeline" in result.stdout and "1 of 2 checks failed" in result.stdout

@@ -158,6 +158,17 @@ def test_whole_models_are_valid_vulkan(device, tmp_path):
     assert_clean(*run_validated(device, tmp_path, *arguments, **environment))
 
 
+@devices
+@pytest.mark.parametrize("models", ["small", pytest.param("demo", marks=pytest.mark.tier_all)])
+def test_models_with_marks_have_every_barrier_that_they_need(device, models, tmp_path):
+    """Marked steps write different columns of one buffer, which validation knows only as a whole: newer
+    layers report that."""
+    file, which = str(TESTS / "validation" / "marked_models.py"), "demo" if models == "demo" else "not demo"
+    before, since = run_validated(device, tmp_path, file, "--tier", "all", "-k", which)
+    needed = [line for line in before.splitlines() if line.strip() and "WRITE-AFTER-WRITE" not in line]
+    assert_clean("\n".join(needed), since)
+
+
 class AnyOrder(NumpyRuntime):
     """Runs steps that are marked independent before the one they are said not to depend on."""
 
@@ -193,4 +204,15 @@ def test_products_of_one_input_can_run_in_any_order(tmp_path: Path, activations:
         model = Loaded(runtime, tmp_path / "mixed.gguf", activation_dtype=activations)
         results.append(model.logits(list(range(7, 27)), None))
         assert any(step.independent for step in model.runner.last_plan.steps)
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+FAMILIES = sorted(p for p in (TESTS / "fixtures" / "models" / "families").iterdir() if p.is_dir())
+
+
+@pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.name)
+def test_a_model_of_each_family_gives_the_same_bits_in_any_order(path: Path) -> None:
+    results = [
+        Loaded(runtime, path).logits(list(range(7, 27)), None) for runtime in (NumpyRuntime(), AnyOrder())
+    ]
     np.testing.assert_array_equal(results[0], results[1])

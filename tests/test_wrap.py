@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
+from xinfer_vk import cli
 from xinfer_vk.cli.answer import AnswerWriter
 from xinfer_vk.cli.output import wrapped
 from xinfer_vk.cli.wrap import WordWrapper, wrap
@@ -59,6 +62,17 @@ def test_code_between_fences_is_left_alone() -> None:
     assert wrap(inner, 10).startswith("````\n```\n")
 
 
+def test_code_within_a_line_begins_no_block() -> None:
+    assert wrap("```x``` is code and\nthese words wrap", 12) == "```x``` is\ncode and\nthese words\nwrap"
+    assert wrap("~~~ `x`\nlong code stays whole\n~~~\n", 12) == "~~~ `x`\nlong code stays whole\n~~~\n"
+
+
+def test_joined_emoji_stay_together() -> None:
+    family = "\U0001f469\u200d\U0001f469\u200d\U0001f467"
+    assert wrap(f"abcdef {family} b", 10).count("\u200d") == 2
+    assert family in wrap(f"abcdef {family} b", 10)
+
+
 def test_a_word_is_shown_once_the_space_behind_it_has_come() -> None:
     wrapper = WordWrapper(lambda: 80)
     assert [wrapper.push(p) for p in ("Par", "is", " is", " big")] == ["", "", "Paris", " is"]
@@ -79,3 +93,9 @@ def test_answers_wrap_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyP
         assert stream.getvalue() == want
     assert wrapped("a notice that is long", Terminal()) == "a notice\nthat is\nlong"
     assert wrapped("a notice that is long", io.StringIO()) == "a notice that is long"
+
+
+def test_notices_of_every_command_wrap() -> None:
+    commands = Path(cli.__file__).parent.glob("*.py")
+    bare = [p.name for p in commands if re.search(r"click\.echo\([^#]*?err=True", p.read_text())]
+    assert bare == []  # `tell` wraps

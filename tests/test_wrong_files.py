@@ -119,7 +119,7 @@ def test_half_of_a_character_in_a_file_is_refused(model: Path, value: str) -> No
     [
         ({"progress": 5}, "progress is 5: it is a function"),
         ({"context": True}, "context is True: it must be at least 1 token"),
-        ({"prefill_chunk": True}, "prefill chunk is True"),
+        ({"prefill_chunk": True}, "prefill_chunk is True"),
         ({"kv_dtype": []}, r"kv_dtype is \[\]"),
     ],
 )
@@ -140,7 +140,7 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tiny_model: Path, tmp_path: Pat
     assert_one_error(
         xinfer("generate", "-p", "x", "-m", str(tiny_model), "--penalty-window", "0"),
         2,
-        "penalty_window is 0",
+        "--penalty-window is 0",
     )
 
 

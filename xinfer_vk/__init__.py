@@ -17,6 +17,7 @@ _PLACES = {
     "LLM": "xinfer_vk.engine.llm",
     "ChatSession": "xinfer_vk.engine.session",
     "ChatStream": "xinfer_vk.engine.session",
+    "EngineConfig": "xinfer_vk.engine.config",
     "GenerationResult": "xinfer_vk.engine.generation",
     "GenerationStream": "xinfer_vk.engine.stream",
     "SamplingParams": "xinfer_vk.sampling.params",
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceError",
     "DeviceLostError",
     "DownloadError",
+    "EngineConfig",
     "GenerationResult",
     "GenerationStream",
     "ModelError",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from xinfer_vk.engine.config import EngineConfig
     from xinfer_vk.engine.generation import GenerationResult
     from xinfer_vk.engine.llm import LLM
     from xinfer_vk.engine.session import ChatSession, ChatStream
@@ -76,4 +79,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from xinfer_vk.errors import OutOfMemoryError
+from xinfer_vk.errors import OutOfMemoryError, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 
 MOST_CANDIDATES = 32  # blocks that a common beginning is looked for in
@@ -92,7 +92,7 @@ class BlockPool:
         if not self._free:
             raise OutOfMemoryError(
                 f"the KV cache is full ({self.count * BLOCK_TOKENS} tokens): "
-                "use a larger --context or generate fewer tokens"
+                f"use a larger {setting('kv_memory')} or generate fewer tokens"
             )
         block, _ = self._free.popitem(last=False)
         self.forget(block)
@@ -256,7 +256,7 @@ class Sequences:
         if len(sequence.blocks) + wanted > self.blocks_per_sequence or wanted > self.pool.free_blocks:
             raise OutOfMemoryError(
                 f"{sequence.length + tokens} tokens do not fit the KV cache of {self.capacity}: "
-                "use a larger --context or a shorter prompt"
+                f"use a larger {setting('context')} or a shorter prompt"
             )
         sequence.blocks.extend(self.pool.allocate() for _ in range(wanted))
 

@@ -1,76 +1,23 @@
-"""The paged KV cache: fixed-size blocks of tokens, handed out and taken back by one allocator.
+"""The paged KV cache on the device: the buffers whose blocks :mod:`xinfer_vk.blocks` hands out.
 
-A sequence owns a list of blocks; block ``i`` holds the keys and values of its positions
-``32 i … 32 i + 31`` in every layer. Blocks need not be neighbours, so sequences grow without copying
-and share a prefix by counting references (Kwon et al. 2023, "Efficient Memory Management for Large
-Language Model Serving with PagedAttention").
+Block ``i`` of a sequence holds the keys and values of its positions ``32 i … 32 i + 31`` in every layer.
+Blocks need not be neighbours, so sequences grow without copying and share what they have in common.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from xinfer_vk.blocks import CachedSequence, Sequences
 from xinfer_vk.errors import OutOfMemoryError, setting
+from xinfer_vk.kernels.copy_region import copy_region
 from xinfer_vk.kernels.kv import SCALE_DIMS, vector_words
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, Runtime
+from xinfer_vk.plan import WORD_BYTES, Buffer, BufferKind, DeviceProfile, Runtime, Step
+
+__all__ = ["KV_BYTES", "CachedSequence", "KVCache", "KVShape", "LayerCache"]
 
 KV_BYTES = {"f32": 4, "f16": 2, "q8_0": 1.0625, "q4_0": 0.5625}  # of a value, scales included
-
-
-class BlockAllocator:
-    """Hands out block numbers ``0 … count-1``; a block is free again when its last user lets go."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free = list(range(count - 1, -1, -1))
-        self._users = [0] * count
-
-    @property
-    def free_blocks(self) -> int:
-        return len(self._free)
-
-    def allocate(self) -> int:
-        if not self._free:
-            raise OutOfMemoryError(
-                f"the KV cache is full ({self.count * BLOCK_TOKENS} tokens): "
-                f"use a larger {setting('context')} or generate fewer tokens"
-            )
-        block = self._free.pop()
-        self._users[block] = 1
-        return block
-
-    def share(self, block: int) -> None:
-        """One more sequence uses ``block``."""
-        assert self._users[block] > 0, f"block {block} is not in use"
-        self._users[block] += 1
-
-    def release(self, block: int) -> None:
-        assert self._users[block] > 0, f"block {block} released more often than taken"
-        self._users[block] -= 1
-        if self._users[block] == 0:
-            self._free.append(block)
-
-
-@dataclass(slots=True)
-class CachedSequence:
-    """What the cache holds of one sequence: ``length`` tokens in ``blocks``; ``row`` is its line in
-    the device's block table.
-
-    ``expected``: how long it is known to become, its prompt's length. RoPE scalings that depend on the
-    length use it for every piece of the prompt; ``rope_key`` tells by which of them the cached keys were
-    rotated (:meth:`RopeScaling.key`), -1: not all by the same.
-    """
-
-    row: int
-    blocks: list[int] = field(default_factory=list)
-    length: int = 0
-    expected: int = 0
-    rope_key: int = 0
-
-    def slot(self, position: int) -> int:
-        """Where the token at ``position`` is stored: ``block * BLOCK_TOKENS + offset``."""
-        return self.blocks[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -82,11 +29,11 @@ class LayerCache:
     v_offset: int
 
 
-class KVCache:
+class KVCache(Sequences):
     """Keys and values of up to ``sequences`` sequences of up to ``capacity`` tokens each, on the device.
 
-    ``total``: tokens of all sequences together (default ``capacity``); it is cut to what a device can
-    bind for one layer, but not below one sequence's.
+    ``blocks``: of all sequences together. Without it: what ``sequences`` need that have ``total`` tokens
+    together (default: ``capacity``), cut to what a device can bind for one layer.
 
     :mod:`xinfer_vk.kernels.kv` has the layout of a block and the number formats.
 
@@ -105,30 +52,27 @@ class KVCache:
         capacity: int,
         sequences: int = 1,
         total: int | None = None,
+        blocks: int | None = None,
     ) -> None:
         block_words = kv_heads * vector_words(kv_dtype, head_dim) * BLOCK_TOKENS  # of K (or V)
-        self.runtime, self.kv_dtype, self.max_sequences = runtime, kv_dtype, sequences
-        self.blocks_per_sequence = -(-capacity // BLOCK_TOKENS)
-        self.capacity = self.blocks_per_sequence * BLOCK_TOKENS
+        self.runtime, self.kv_dtype = runtime, kv_dtype
+        each = -(-capacity // BLOCK_TOKENS)
         limit = min(runtime.profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES) // WORD_BYTES
         most_blocks = limit // (2 * block_words)
-        if self.blocks_per_sequence > most_blocks:
+        if (each if blocks is None else blocks) > most_blocks:
             smaller = {"f32": "f16", "f16": "" if head_dim % SCALE_DIMS else "q8_0"}.get(kv_dtype, "")
-            needed = 2 * self.blocks_per_sequence * block_words * WORD_BYTES
+            needed = 2 * each * block_words * WORD_BYTES
             raise OutOfMemoryError(
                 f"a context of {capacity} tokens needs {needed} bytes a layer and the device binds at most "
                 f"{limit * WORD_BYTES}: use {setting('context', most_blocks * BLOCK_TOKENS)} or less"
                 + (f", or {setting('kv_dtype', smaller)}" if smaller else "")
             )
-        # Every sequence can end in a block that is not full, hence one more block for each.
-        blocks = -(-max(total or capacity, capacity) // BLOCK_TOKENS) + sequences - 1
-        blocks = min(blocks, most_blocks)
-        self.allocator = BlockAllocator(blocks)
+        if blocks is None:  # every sequence can end in a block that is not full, hence one more for each
+            blocks = min(-(-max(total or capacity, capacity) // BLOCK_TOKENS) + sequences - 1, most_blocks)
+        super().__init__(blocks, capacity, sequences)
         region = blocks * block_words  # words of one layer's K (or V)
+        self.block_words, self.region_words = block_words, region
         self.bytes = layers * 2 * region * WORD_BYTES
-        self._rows = list(range(sequences - 1, -1, -1))
-        self.promised = 0  # blocks that running generations may still come to need, or have
-        self._parked: dict[int, CachedSequence] = {}  # by row, the one parked first comes first
         self._buffers: list[Buffer] = []
         self.layers: list[LayerCache] = []
         per_buffer = max(1, limit // (2 * region))
@@ -144,87 +88,44 @@ class KVCache:
             self.free()
             raise
 
-    @property
-    def in_use(self) -> int:
-        """Sequences that are open and not parked."""
-        return self.max_sequences - len(self._rows) - len(self._parked)
+    def copy_steps(self, state: Buffer, at: int) -> list[Step]:
+        """Steps that move blocks of all layers, by the list at word ``at`` of ``state``."""
+        steps = []
+        for buffer in self._buffers:
+            parts = buffer.words // self.region_words
+            steps.append(copy_region(state, at, buffer, parts, self.region_words, self.block_words))
+        return steps
 
-    @property
-    def has_row(self) -> bool:
-        """Whether :meth:`open` can give a sequence, if only by closing a parked one."""
-        return bool(self._rows or self._parked)
-
-    def open(self, expected: int = 0) -> CachedSequence:
-        """A new, empty sequence (see :class:`CachedSequence` for ``expected``). Raises
-        :class:`OutOfMemoryError` when all rows are taken."""
-        if not self._rows:
-            self._evict()
-        if not self._rows:
-            raise OutOfMemoryError(f"the KV cache holds {self.max_sequences} sequences and all are in use")
-        return CachedSequence(self._rows.pop(), expected=expected)
-
-    def reserve(self, sequence: CachedSequence, tokens: int) -> None:
-        """Blocks for ``tokens`` more tokens after ``sequence.length``; nothing is taken if not all can be."""
-        wanted = -(-(sequence.length + tokens) // BLOCK_TOKENS) - len(sequence.blocks)
-        if wanted <= 0:
-            return
-        while wanted > self.allocator.free_blocks and self._parked:
-            self._evict()
-        if len(sequence.blocks) + wanted > self.blocks_per_sequence or wanted > self.allocator.free_blocks:
-            raise OutOfMemoryError(
-                f"{sequence.length + tokens} tokens do not fit the KV cache of {self.capacity}: "
-                f"use a larger {setting('context')} or a shorter prompt"
-            )
-        sequence.blocks.extend(self.allocator.allocate() for _ in range(wanted))
-
-    def fork(self, parent: CachedSequence, tokens: int) -> CachedSequence:
-        """A new sequence that shares the parent's full blocks of its first ``tokens`` tokens; what is
-        after them (under a block) is the new sequence's to fill. Shared blocks are never written again."""
-        child = self.open()
-        full = min(tokens, parent.length) // BLOCK_TOKENS
-        child.blocks = parent.blocks[:full]
-        for block in child.blocks:
-            self.allocator.share(block)
-        child.length = full * BLOCK_TOKENS
-        child.expected, child.rope_key = tokens, parent.rope_key
-        return child
-
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forget everything from position ``length`` on (rejected drafts, an edited turn)."""
-        assert 0 <= length <= sequence.length
-        keep = -(-length // BLOCK_TOKENS)
-        for block in sequence.blocks[keep:]:
-            self.allocator.release(block)
-        del sequence.blocks[keep:]
-        sequence.length = length
-
-    def close(self, sequence: CachedSequence) -> None:
-        """Give back the sequence's blocks and its row."""
-        self.truncate(sequence, 0)
-        self._rows.append(sequence.row)
-
-    def park(self, sequence: CachedSequence) -> None:
-        """Keep a sequence for later, but only until another needs its row or its blocks: a conversation
-        between two turns. :meth:`take_back` tells whether it is still there."""
-        self._parked[sequence.row] = sequence
-
-    def take_back(self, sequence: CachedSequence) -> bool:
-        """Use a parked sequence again. False if it is gone: it must not be used any more then."""
-        if self._parked.get(sequence.row) is not sequence:
-            return False
-        del self._parked[sequence.row]
-        return True
-
-    def _evict(self) -> None:
-        """Close the sequence that has been parked longest, if there is one."""
-        for sequence in self._parked.values():
-            del self._parked[sequence.row]
-            self.close(sequence)
-            return
+    def copy_list(self) -> list[tuple[int, int, int]]:
+        """The regions of :attr:`copies`, for each part."""
+        words = self.block_words
+        return [(source * words, target * words, words) for source, target in self.copies]
 
     def free(self) -> None:
-        """Give the device memory back. What is parked is gone."""
-        self._parked.clear()
+        """Give the device memory back."""
         for buffer in self._buffers:
             self.runtime.free(buffer)
         self._buffers.clear()
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What decides how large a block is."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kv_dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers, keys and values."""
+        return self.layers * self.layer_block_bytes
+
+    @property
+    def layer_block_bytes(self) -> int:
+        return 2 * self.kv_heads * vector_words(self.kv_dtype, self.head_dim) * BLOCK_TOKENS * WORD_BYTES
+
+    def most_blocks(self, profile: DeviceProfile) -> int:
+        """Blocks of one layer that a device can bind."""
+        return min(profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES) // self.layer_block_bytes

@@ -19,10 +19,11 @@ def said(python: str, shell: str) -> str:
     return f"\ue000{python}\ue001{shell}\ue002"
 
 
-def setting(name: str, value: str | int = "") -> str:
+def setting(name: str, value: str | int = "", option: str = "") -> str:
     """A setting in an error message, by its Python name: ``context`` or ``device="numpy"`` in Python,
-    ``--context`` or ``--device numpy`` on the command line."""
-    option = "--" + name.replace("_", "-")
+    ``--context`` or ``--device numpy`` on the command line. ``option``: its option, as an
+    identifier, if that has another name."""
+    option = "--" + (option or name).replace("_", "-")
     if value == "":
         return said(name, option)
     if value is True:
@@ -34,8 +35,22 @@ def setting(name: str, value: str | int = "") -> str:
 @contextlib.contextmanager
 def shell_words() -> Iterator[None]:
     """Errors made within it name options of the command line, not arguments of Python."""
+    with _using("shell"):
+        yield
+
+
+@contextlib.contextmanager
+def parameter_words() -> Iterator[None]:
+    """Errors made within it name parameters as Python does: for the command line's other inputs that use
+    these names, such as chat's ``/set`` and JSON files."""
+    with _using("python"):
+        yield
+
+
+@contextlib.contextmanager
+def _using(words: str) -> Iterator[None]:
     global _words
-    before, _words = _words, "shell"
+    before, _words = _words, words
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from xinfer_vk.errors import DeviceError, OutOfMemoryError
+from xinfer_vk.errors import DeviceError, OutOfMemoryError, setting
 from xinfer_vk.units import format_bytes
 
 resource: Any
@@ -96,7 +96,8 @@ def out_of_memory(what: str) -> OutOfMemoryError:
     """The error of a process that a limit leaves too little memory."""
     limit = memory_limit()
     remedy = f"raise {limit}" if limit else "free some"
-    return OutOfMemoryError(f"out of memory: {what}: {remedy}, or use --device numpy, which takes less")
+    smaller = setting("device", "numpy")
+    return OutOfMemoryError(f"out of memory: {what}: {remedy}, or use {smaller}, which takes less")
 
 
 def require_file_handles() -> None:
@@ -139,7 +140,7 @@ def require_file_size(needed_bytes: int, taken_bytes: int, what: str) -> None:
         raise OutOfMemoryError(
             f"out of memory: {what} needs {format_bytes(needed_bytes)} of the file in which the driver keeps "
             f"its memory, and `ulimit -f {soft // 1024}` leaves {format_bytes(left)}: raise it, or use "
-            "--device numpy"
+            f"{setting('device', 'numpy')}"
         )
 
 

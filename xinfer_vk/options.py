@@ -8,7 +8,7 @@ before the program runs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     from xinfer_vk.sampling.params import LogitsProcessor
@@ -19,6 +19,10 @@ class Message(TypedDict):
 
     role: str
     content: str
+
+
+# A text, token ids, or a conversation to answer.
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, Any]]"
 
 
 class SamplingOptions(TypedDict, total=False):

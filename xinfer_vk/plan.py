@@ -218,6 +218,9 @@ class Runtime(Protocol):
         """Raise :class:`~xinfer_vk.errors.OutOfMemoryError`, naming ``what``, unless that much memory for
         buffers of that kind is free: for those who know a sum before they allocate its parts."""
 
+    def free_bytes(self, kind: BufferKind) -> int:
+        """Memory that is free for buffers of that kind."""
+
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer: ...
 
     def free(self, buffer: Buffer) -> None: ...
@@ -240,7 +243,7 @@ class Runtime(Protocol):
     def prepare(
         self, plan: Plan, *, progress: Callable[[int, int], None] | None = None, timed: bool = False
     ) -> Recorded:
-        """Make a plan ready to run; ``progress(done, total)`` hears of pipelines that must be made.
+        """Make a plan ready to run; ``progress(done, total)`` is called as pipelines compile.
         ``timed``: take the time of every step; raises :class:`~xinfer_vk.errors.DeviceError` if the device
         has no clock."""
 

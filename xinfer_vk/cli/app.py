@@ -86,9 +86,7 @@ def run(args: Sequence[str]) -> int:
         if wants_traceback():
             raise
         if is_out_of_memory(error):
-            click.echo(
-                f"error: {out_of_memory(' '.join(str(error).split()) or type(error).__name__)}", err=True
-            )
+            tell(f"error: {out_of_memory(' '.join(str(error).split()) or type(error).__name__)}")
             return 1
         text = " ".join(str(error).split()) or "no message"
         tell(f"error: unexpected {type(error).__name__}: {text} (this is a bug; --debug shows where it is)")

@@ -15,7 +15,7 @@ from xinfer_vk.cli.bench_report import FORMATS, Report, as_record, profile_recor
 from xinfer_vk.cli.completion import complete_model, complete_shape
 from xinfer_vk.cli.mistakes import Group
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES, TUNE_OPTION
-from xinfer_vk.cli.output import OutputError, say
+from xinfer_vk.cli.output import OutputError, say, tell
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
 
@@ -246,10 +246,11 @@ def _against(
     output: str,
     quiet: bool,
 ) -> None:
-    from xinfer_vk.cli.bench_against import Against, measure_in_turns, other_side, this_side
+    from xinfer_vk.cli.bench_against import Against, check_other, measure_in_turns, other_side, this_side
 
     this = this_side(model, synthetic, quantize)
     against = other_side(other, this)
+    check_other(against, this)
     with Against(this, against, output) as report, ProgressBar(enabled=False if quiet else None) as progress:
         measure_in_turns(this, against, options, rounds, progress, report)
 
@@ -263,7 +264,7 @@ def _list_shapes() -> None:
     from xinfer_vk.models.shapes import SHAPES
 
     say("\n".join(SHAPES))
-    click.echo(f"formats: {', '.join(PATTERNS)}", err=True)
+    tell(f"formats: {', '.join(PATTERNS)}")
 
 
 def _measure(

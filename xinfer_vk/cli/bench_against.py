@@ -82,6 +82,23 @@ def _program(path: Path) -> tuple[str, ...]:
     return python, "-I", "-m", "xinfer_vk"
 
 
+def check_other(other: Side, this: Side) -> None:
+    """Raise :class:`UsageError` if OTHER is no model or shape that there is, before the first turn is run."""
+    if other.model == this.model:
+        return
+    from xinfer_vk.weights.hub import resolve_model
+    from xinfer_vk.weights.synthetic import open_synthetic
+
+    try:
+        if other.synthetic:
+            open_synthetic(other.model)[0].close()
+        else:
+            resolve_model(other.model)
+    except XinferError as error:
+        end = "" if str(error).endswith("?") or other.synthetic else "; or a checkout, a program or a format"
+        raise UsageError(f"--against {error}{end}") from None
+
+
 def run_once(side: Side, options: Sequence[str]) -> list[dict[str, Any]]:
     """One turn: the rows that ``bench`` prints. Raises :class:`XinferError` with the error that ended it."""
     done = subprocess.run(side.command(options), stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -12,6 +12,7 @@ import click
 from xinfer_vk.cli.debug import wants_traceback
 from xinfer_vk.cli.interrupt import exit_code, terminated
 from xinfer_vk.cli.options import (
+    KV_MEMORY_OPTION,
     TEMPLATE_OPTION,
     model_options,
     params_from_options,
@@ -34,7 +35,7 @@ MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
 
 @click.command("chat")
 @model_options
-@click.option("--system", "-s", help="System text. [default: the chat template's own]")
+@click.option("--system", "-s", help="System message. [default: from the chat template]")
 @click.option(
     "--max-new-tokens",
     "-n",
@@ -45,27 +46,29 @@ MAX_THINKING_TOKENS = 4096  # of an answer and the thinking before it
     "--context",
     "-c",
     type=click.IntRange(min=1),
-    help="Tokens a conversation may take. [default: 4096, or what the model was made for]",
+    help="Context length in tokens. [default: 4096, or the model's maximum if less]",
 )
+@KV_MEMORY_OPTION
 @click.option(
     "--on-full",
     type=click.Choice(["drop-oldest", "refuse"]),
     default="drop-oldest",
     show_default=True,
-    help="When the context is full: leave out the oldest turns, or refuse the message.",
+    help="When the context is full: drop the oldest turns, or refuse the message.",
 )
-@click.option("--load", type=click.Path(), help="Go on with a conversation that /save wrote.")
+@click.option("--load", type=click.Path(), help="Continue a conversation that /save wrote.")
 @TEMPLATE_OPTION
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @sampling_options
-@click.option("--no-history", is_flag=True, help="Do not keep what is typed in a history file.")
-@click.option("--quiet", "-q", is_flag=True, help="No notices.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell load time, and each answer's cost.")
+@click.option("--no-history", is_flag=True, help="Do not save input in a history file.")
+@click.option("--quiet", "-q", is_flag=True, help="Print no notices.")
+@click.option("--verbose", "-v", is_flag=True, help="Print load time, and speed and memory of each answer.")
 def command(
     chosen: dict[str, Any],
     system: str | None,
     max_new_tokens: int | None,
     context: int | None,
+    kv_memory: int | float | None,
     on_full: str,
     load: str | None,
     template_arg: tuple[str, ...],
@@ -78,9 +81,10 @@ def command(
 ) -> None:
     """Chat with a model.
 
-    In a terminal: /help lists the commands, Ctrl-C stops the answer, Ctrl-D quits. With pipes: one message
-    a line on standard input (a backslash at its end continues it), answers on standard output, all else
-    on standard error; the first error ends it. A line that begins with / is a command in both.
+    In a terminal, /help lists the commands, Ctrl-C stops the answer and Ctrl-D quits. In a pipe, each line
+    of standard input is a message (a backslash at its end continues it). Answers go to standard output,
+    everything else to standard error, and the first error ends the chat. In both, a line that begins with /
+    is a command.
     """
     fields: dict[str, Any] = {"max_new_tokens": max_new_tokens or MAX_ANSWER_TOKENS, "ignore_eos": ignore_eos}
     check_unicode(system or "", "the system text")
@@ -100,6 +104,7 @@ def command(
             return LLM(
                 **{**chosen, "model": name},
                 context=context,
+                kv_memory=kv_memory,
                 sampler=sampler,  # type: ignore[arg-type]
                 progress=progress,
             )

@@ -14,8 +14,9 @@ from xinfer_vk.cli.chat_file import SavedChat, load_chat, save_chat
 from xinfer_vk.cli.chat_settings import settings_table, with_settings
 from xinfer_vk.cli.chat_stats import Totals, fill, stats_table, turns
 from xinfer_vk.cli.interrupt import interruptible
+from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode
-from xinfer_vk.errors import ModelError, UsageError
+from xinfer_vk.errors import ModelError, UsageError, parameter_words
 from xinfer_vk.fields import quoted
 from xinfer_vk.text.thinking import Piece
 from xinfer_vk.units import format_bytes
@@ -219,6 +220,8 @@ class Chat:
 
     def save(self, text: str) -> None:
         overwrite, path = file_argument("save", text)
+        for file in self.session.llm.model_files:
+            refuse_inputs("/save", str(path), {"the model": str(file)})
         chat = SavedChat(self.session.llm.name, self.session.params, self.session.messages)
         save_chat(path, chat, overwrite=overwrite)
         self._saved = self.session.messages
@@ -237,7 +240,8 @@ class Chat:
     def take(self, chat: SavedChat, path: Path) -> None:
         """Go on with a saved conversation, and show its end."""
         session = self.session
-        chat.params.check_vocabulary(session.llm.config.vocab_size)  # all is checked before anything changes
+        with parameter_words():  # all is checked before anything changes
+            chat.params.check_vocabulary(session.llm.config.vocab_size)
         session.messages = chat.messages  # refuses what the template does not take
         session.params = chat.params
         self._saved, self.editing = session.messages, False
@@ -319,8 +323,9 @@ class Chat:
             self.view.table(settings_table(self.session.params))
             return
         before = dict(settings_table(self.session.params))
-        changed_params = with_settings(self.session.params, text)
-        self._check_settings(changed_params)
+        with parameter_words():
+            changed_params = with_settings(self.session.params, text)
+            self._check_settings(changed_params)
         self.session.params = changed_params
         changed = [row for row in settings_table(self.session.params) if before[row[0]] != row[1]]
         if changed:

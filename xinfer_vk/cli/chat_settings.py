@@ -10,7 +10,7 @@ from typing import Any
 
 from xinfer_vk.cli.logit_bias import bias_from_json, bias_to_json
 from xinfer_vk.cli.source import check_unicode
-from xinfer_vk.errors import UsageError
+from xinfer_vk.errors import UsageError, parameter_words
 from xinfer_vk.fields import quoted
 from xinfer_vk.sampling.params import SamplingParams
 
@@ -132,4 +132,5 @@ def settings_from_record(record: Mapping[str, Any]) -> SamplingParams:
     fields = dict(record)
     if "logit_bias" in fields:
         fields["logit_bias"] = bias_from_json(fields["logit_bias"])
-    return SamplingParams.from_dict(fields)
+    with parameter_words():
+        return SamplingParams.from_dict(fields)

@@ -1,4 +1,4 @@
-"""``xinfer-vk compare-decoding``: what ways of choosing tokens make of one prompt, side by side."""
+"""``xinfer-vk compare-decoding``: decoding strategies on one prompt, side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.options import model_options
-from xinfer_vk.cli.output import printable, say_json
+from xinfer_vk.cli.output import printable, say_json, tell
 from xinfer_vk.cli.plots import check_plot, plot_title, save_figure
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.same_file import refuse_inputs
@@ -100,7 +100,7 @@ def command(
         with LLM(**chosen, progress=progress) as llm:
             if not quiet:
                 for notice in llm.notices:
-                    click.echo(notice, err=True)
+                    tell(notice)
             most = len(METHODS) * max_new_tokens
             ended: list[Decoding] = []
             with interruptible(stop.set):
@@ -142,7 +142,7 @@ def command(
             if plot is not None and kept is not None:
                 save_plot(plot, plot_title([llm.name], [llm.runtime.profile.name]), decodings, kept)
                 if not quiet:
-                    click.echo(f"plot: {plot}", err=True)
+                    tell(f"plot: {plot}")
     if stop.is_set():
         raise click.exceptions.Exit(exit_code())
 

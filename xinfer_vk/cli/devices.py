@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from xinfer_vk.cli.output import tell
 from xinfer_vk.errors import XinferError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def command(as_json: bool) -> None:
     else:
         _print_table(devices, chosen)
     for notice in notices:
-        click.echo(notice, err=True)
+        tell(notice)
     if problem is not None:
         raise problem
 

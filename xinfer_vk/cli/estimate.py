@@ -11,7 +11,7 @@ import click
 from xinfer_vk.cli.completion import complete_model, complete_shape
 from xinfer_vk.cli.estimate_bar import legend, save_estimate_plot, text_bar
 from xinfer_vk.cli.options import ACTIVATIONS_OPTION, KV_DTYPES, QUANTIZE_TYPES
-from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.output import say, say_json, tell
 from xinfer_vk.cli.plots import check_plot, plot_title
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.errors import DeviceError, UsageError
@@ -117,7 +117,7 @@ def command(
         _print(source, profile.name, asked, figures, fits)
     if plot is not None:
         save_estimate_plot(plot, _plot_title(source, profile.name, asked, fits), figures, fits)
-        click.echo(f"plot: {plot}", err=True)
+        tell(f"plot: {plot}")
 
 
 def _plot_title(source: ModelSource, device: str, asked: dict[str, Any], fits: list[Fit]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from xinfer_vk.cli.plots import plain, save_figure, short_device
+from xinfer_vk.units import format_bytes
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.estimate import Estimate, Fit
@@ -52,7 +53,8 @@ def draw(title: str, figures: Estimate, fits: Sequence[Fit]) -> Any:
     axes = figure.subplots()
     left = 0.0
     for (name, _), size, colour in zip(PARTS, parts(figures), COLOURS):
-        axes.barh(range(len(names)), [size / 1e9] * len(names), 0.6, left=left, label=name, color=colour)
+        label = f"{name} {format_bytes(size)}"  # a part can be too narrow to read from the bar
+        axes.barh(range(len(names)), [size / 1e9] * len(names), 0.6, left=left, label=label, color=colour)
         left += size / 1e9
     for i, fit in enumerate(fits):
         label = "free" if i == 0 else "_nolegend_"

@@ -15,6 +15,7 @@ from xinfer_vk.cli.answer import AnswerWriter
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.jsonl import PromptLine, ResultWriter, check_output, read_prompts, resume
 from xinfer_vk.cli.options import (
+    KV_MEMORY_OPTION,
     TEMPLATE_OPTION,
     model_options,
     params_from_options,
@@ -34,8 +35,8 @@ from xinfer_vk.cli.report import (
 )
 from xinfer_vk.cli.same_file import refuse_inputs
 from xinfer_vk.cli.source import check_unicode, read_prompt
-from xinfer_vk.engine.metrics import format_rate, format_seconds
-from xinfer_vk.errors import NumericError, UsageError, XinferError
+from xinfer_vk.engine.metrics import FELT_S, format_rate, format_seconds
+from xinfer_vk.errors import NumericError, UsageError, XinferError, parameter_words
 from xinfer_vk.sampling.params import DEFAULT_MAX_NEW_TOKENS
 from xinfer_vk.text.thinking import Piece
 
@@ -63,7 +64,7 @@ def gather_prompts(
             else:
                 raise UsageError(f"{line} (--keep-going leaves such lines out)")
         if not lines:
-            raise UsageError(f"{prompts}: there are no prompts in it")
+            raise UsageError(f"{prompts}: contains no prompts")
         return lines, left_out
     texts = prompt or (read_prompt(file),)
     if "-" in texts:
@@ -88,15 +89,15 @@ def gather_prompts(
     "--output",
     "-o",
     type=click.Path(),
-    help='Write each result as a line of JSON when it ends; "index" is its place in the input. - prints.',
+    help='Write each result as a line of JSON when it ends ("index": position in the input). - prints.',
 )
-@click.option("--ordered", is_flag=True, help="Write the results of --output in input order.")
-@click.option("--resume", "resumes", is_flag=True, help="Run only what the --output file lacks, and add it.")
+@click.option("--ordered", is_flag=True, help="Write the results in --output in input order.")
 @click.option(
-    "--keep-going", is_flag=True, help="Leave out prompts that fail; exit with 1 if there were any."
+    "--resume", "resumes", is_flag=True, help="Run only prompts that --output has no result of, and append."
 )
-@click.option("--system", "-s", help="System text for the chat template.")
-@click.option("--raw", is_flag=True, help="Do not use the model's chat template.")
+@click.option("--keep-going", is_flag=True, help="Skip prompts that fail; exit with code 1 if any did.")
+@click.option("--system", "-s", help="System message.")
+@click.option("--raw", is_flag=True, help="Do not use the chat template.")
 @TEMPLATE_OPTION
 @click.option(
     "--max-new-tokens",
@@ -113,22 +114,23 @@ def gather_prompts(
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Samples of each prompt, which share its KV blocks.",
+    help="Samples per prompt; they share its KV blocks.",
 )
 @click.option(
     "--context",
     "-c",
     type=click.IntRange(min=1),
-    help="Tokens the KV cache holds of a sequence. [default: prompt + max new tokens]",
+    help="The most tokens of a sequence. [default: what the model was made for, if memory holds it]",
 )
+@KV_MEMORY_OPTION
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @sampling_options
-@click.option("--logprobs", type=int, help="Log-probabilities of the tokens and of the N most likely.")
-@click.option("--prompt-logprobs", is_flag=True, help="Log-probabilities of the prompt's tokens too.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a result, and no stream.")
+@click.option("--logprobs", type=int, help="Report log-probabilities of each token and of the N most likely.")
+@click.option("--prompt-logprobs", is_flag=True, help="Report log-probabilities of the prompt tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per result instead of the text.")
 @click.option("--speed-report", is_flag=True, help="Print TTFT, TPOT (mean, p50, p99), PP and TG.")
-@click.option("--quiet", "-q", is_flag=True, help="Print the text and nothing else.")
-@click.option("--verbose", "-v", is_flag=True, help="Tell load time, TTFT, KV size and memory.")  # fmt: skip
+@click.option("--quiet", "-q", is_flag=True, help="Print only the text.")
+@click.option("--verbose", "-v", is_flag=True, help="Print load time, TTFT, KV cache size and memory.")
 def command(
     chosen: dict[str, Any],
     prompt: tuple[str, ...],
@@ -144,6 +146,7 @@ def command(
     max_new_tokens: int,
     samples: int,
     context: int | None,
+    kv_memory: int | float | None,
     ignore_eos: bool,
     logprobs: int | None,
     prompt_logprobs: bool,
@@ -156,11 +159,11 @@ def command(
 ) -> None:
     """Generate text from a prompt.
 
-    The text goes to standard output as it is made, notices and timing to standard error. What a model thinks
-    first is dim on a terminal, elsewhere between <think> and </think>; --json has it apart. The default is
-    greedy; --temperature and the options after it sample. Several prompts (--prompt repeated, or
-    --prompts) run as one batch, and each result is printed, or written to --output, as it ends. Ctrl-C
-    stops early and keeps what there is (exit code 130), and so does SIGTERM (143).
+    The text streams to standard output; notices and timing go to standard error. A model's thinking is dim on
+    a terminal, and between <think> and </think> elsewhere; --json reports it separately. The default is
+    greedy decoding; --temperature and the options after it control sampling. Several prompts (--prompt
+    repeated, or --prompts) run as one batch, and each result is printed, or written to --output, when it
+    ends. Ctrl-C (exit code 130) and SIGTERM (143) stop early and keep the text so far.
     """
     if output is not None:
         refuse_inputs(
@@ -168,7 +171,7 @@ def command(
         )
         check_output(output)
     elif ordered or resumes:
-        raise UsageError(f"--{'ordered' if ordered else 'resume'} is for the file that --output names")
+        raise UsageError(f"--{'ordered' if ordered else 'resume'} needs --output FILE")
     check_unicode(system or "", "the system text")
     template_args = template_args_from_options(template_arg)
     lines, left_out = gather_prompts(prompt, file, prompts, keep_going)
@@ -195,6 +198,7 @@ def command(
         with LLM(
             **chosen,
             context=context,
+            kv_memory=kv_memory,
             sampler=sampler,  # type: ignore[arg-type]
             progress=progress,
         ) as llm:  # fmt: skip
@@ -290,8 +294,10 @@ class Batch:
         self.params: list[SamplingParams] = []
         for line in lines:
             try:
-                chosen = params.replace(**line.fields) if line.fields else params
-                chosen.check_vocabulary(llm.config.vocab_size)
+                params.check_vocabulary(llm.config.vocab_size)
+                with parameter_words():  # those of the prompts' file
+                    chosen = params.replace(**line.fields) if line.fields else params
+                    chosen.check_vocabulary(llm.config.vocab_size)
                 llm.check_prompt(line.prompt, self.raw)
                 text_system = line.system if line.system is not None else system
                 ids = llm.encode(line.prompt, system=text_system, raw=self.raw, template_args=template_args)
@@ -307,7 +313,7 @@ class Batch:
             self.ids.append(ids)
             self.params.append(chosen)
         if not self.lines:
-            raise UsageError("no prompt is left to run")
+            raise UsageError("no prompts left to run")
 
     @property
     def has_logprobs(self) -> bool:
@@ -478,7 +484,7 @@ class BatchRun:
         prompts = len({prompt for prompt, _ in self._ended})
         counted = "1 prompt" if prompts == 1 else f"{prompts} prompts"
         samples = f", {self._batch.samples} samples each," if self._batch.samples > 1 else ""
-        compiling = f" and {format_seconds(compile_s)} of compiling" if compile_s >= 0.05 else ""
+        compiling = f" and {format_seconds(compile_s)} of compiling" if compile_s >= FELT_S else ""
         run_s = max(wall_s - compile_s, 1e-9)
         return (
             f"{counted}{samples} in {format_seconds(run_s)}{compiling}: {self._read} tok read, "

@@ -166,7 +166,7 @@ def _result(raw: bytes, where: str, torn: bool) -> dict[str, Any] | None:
 
 
 def _replace(path: str, before: bytes, after: bytes) -> None:
-    """Write a file anew, whole or not at all; nothing if it holds that already."""
+    """Replace a file, whole or not at all; nothing if it holds that already."""
     if before == after:
         return
     target = os.path.realpath(path)  # a link stays a link

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from xinfer_vk.cli.output import printable, say, say_json
+from xinfer_vk.cli.output import printable, say, say_json, tell
 from xinfer_vk.units import format_bytes
 
 AGES = (("day", 86400), ("hour", 3600), ("minute", 60))
@@ -34,7 +34,7 @@ def command(as_json: bool) -> None:
         )
         return
     if not models:
-        click.echo(f"no models in {models_dir()}: `xinfer-vk pull` downloads {DEMO.name}", err=True)
+        tell(f"no models in {models_dir()}: `xinfer-vk pull` downloads {DEMO.name}")
         return
     width = max(4, *(len(printable(m.name)) for m in models))
     say(f"{'NAME':<{width}}  {'SIZE':>9}  MODIFIED")

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from xinfer_vk.cli.output import tell
 from xinfer_vk.names import did_you_mean
 
 HELP_WANTED: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2
@@ -34,7 +35,7 @@ def show_mistake(error: click.ClickException) -> None:
     if isinstance(error, HELP_WANTED):
         error.show()
     else:
-        click.echo(f"error: {one_line(error)}", err=True)
+        tell(f"error: {one_line(error)}")
 
 
 def one_line(error: click.ClickException) -> str:

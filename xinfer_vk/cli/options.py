@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -36,7 +38,7 @@ TUNE_OPTION = click.option(
     type=click.Choice(["off", "quick", "full"]),
     default="quick",
     show_default=True,
-    help="How thoroughly to search for a GPU's fastest kernels on a model's first run.",
+    help="How thoroughly to search for the fastest GPU kernels on a model's first run.",
 )
 
 ACTIVATIONS_OPTION = click.option(
@@ -44,7 +46,7 @@ ACTIVATIONS_OPTION = click.option(
     type=click.Choice(["f32", "int8"]),
     default="f32",
     show_default=True,
-    help="int8 rounds the inputs of matrix products to 8 bits; results are not exact.",
+    help="int8 rounds the inputs of matrix products to 8 bits: results are approximate.",
 )
 
 MODEL_ARGUMENTS = ("model", "device", "kv_dtype", "quantize", "tune", "activations")
@@ -79,28 +81,50 @@ OPTIONS = [
         "--temperature", "--temp", "-t", "temperature", type=float,
         help="0 is greedy; higher is more varied. [default: 0]",
     ),
-    click.option("--top-k", type=int, help="Only the K most likely tokens; 0 is off. [default: 0]"),
-    click.option("--top-p", type=float, help="The fewest tokens that hold this probability. [default: 1]"),
-    click.option("--min-p", type=float, help="Tokens with this part of the best probability. [default: 0]"),
-    click.option("--typical-p", type=float, help="The fewest tokens of usual surprise. [default: 1]"),
-    click.option("--repetition-penalty", type=float, help="Divides logits of tokens seen. [default: 1]"),
-    click.option("--presence-penalty", type=float, help="Subtracted once from tokens seen. [default: 0]"),
-    click.option("--frequency-penalty", type=float, help="Subtracted for each time seen. [default: 0]"),
-    click.option("--penalty-window", type=int, help="Tokens that penalties look back over. [default: all]"),
-    click.option("--logit-bias", multiple=True, metavar="ID=VALUE", help="Add to a token's logit."),
-    click.option("--seed", type=int, help="The same seed gives the same tokens. [default: a new one]"),
-    click.option("--stop", multiple=True, help="End before this text or special token. May be repeated."),
-    click.option("--stop-token-id", type=int, multiple=True, help="End at this token. May be repeated."),
-    click.option("--min-new-tokens", type=int, help="No end of sequence before. [default: 0]"),
-    click.option("--bad-word", multiple=True, help="Text that must not appear. May be repeated."),
-    click.option("--sampler-order", metavar="STAGES", help="Stages in order, separated by commas."),
-    click.option("--recommended", is_flag=True, help="Start from the values the model's makers recommend."),
+    click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 is off. [default: 0]"),
+    click.option(
+        "--top-p", type=float, help="Keep the likeliest tokens up to this probability mass. [default: 1]"
+    ),
+    click.option(
+        "--min-p", type=float,
+        help="Keep tokens with at least this fraction of the top probability. [default: 0]",
+    ),
+    click.option(
+        "--typical-p", type=float, help="Locally typical sampling up to this probability mass. [default: 1]"
+    ),
+    click.option(
+        "--repetition-penalty", type=float, help="Divide the logits of earlier tokens by this. [default: 1]"
+    ),
+    click.option(
+        "--presence-penalty", type=float, help="Subtract this from logits of earlier tokens. [default: 0]"
+    ),
+    click.option(
+        "--frequency-penalty", type=float, help="Subtract this for each earlier occurrence. [default: 0]"
+    ),
+    click.option(
+        "--penalty-window", type=int, help="Number of last tokens that penalties cover. [default: all]"
+    ),
+    click.option(
+        "--logit-bias", multiple=True, metavar="ID=VALUE",
+        help="Add VALUE to the logit of token ID. May be repeated.",
+    ),
+    click.option("--seed", type=int, help="The same seed gives the same tokens. [default: random]"),
+    click.option("--stop", multiple=True, help="Stop before this text or special token. May be repeated."),
+    click.option("--stop-token-id", type=int, multiple=True, help="Stop at this token. May be repeated."),
+    click.option("--min-new-tokens", type=int, help="Minimum number of new tokens. [default: 0]"),
+    click.option("--bad-word", multiple=True, help="Never generate this text. May be repeated."),
+    click.option(
+        "--sampler-order", metavar="STAGES", help="Order of the sampling stages, separated by commas."
+    ),
+    click.option(
+        "--recommended", is_flag=True, help="Start from the sampling values that the model recommends."
+    ),
     click.option(
         "--sampler",
         type=click.Choice(["device", "cpu"]),
         default="device",
         show_default=True,
-        help="Where tokens are chosen.",
+        help="Where to choose tokens.",
     ),
 ]  # fmt: skip
 
@@ -109,7 +133,39 @@ TEMPLATE_OPTION = click.option(
     "template_arg",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A variable of the chat template, as in enable_thinking=false. May be repeated.",
+    help="Set a chat template variable, for example enable_thinking=false. May be repeated.",
+)
+
+
+class MemorySize(click.ParamType):
+    """Bytes, with or without a unit, or a share of what is free: 2GB, 512MiB, 50%."""
+
+    name = "SIZE"
+    UNITS = MappingProxyType(
+        {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+    )
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | float | None:
+        if value is None or isinstance(value, (int, float)):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|(?:([kmg]i?)b?|b)?)", str(value).strip().lower())
+        number = float(found[1]) if found else 0.0
+        share = found is not None and found[2] == "%"
+        if found is None or number <= 0 or (share and number > 100):
+            raise UsageError(
+                f"--kv-memory {quoted(value)}: write a size such as 2GB or 512MiB, or a share of what is "
+                "free such as 50%"
+            )
+        return number / 100 if share else max(1, int(number * self.UNITS[found[3] or ""]))
+
+
+KV_MEMORY_OPTION = click.option(
+    "--kv-memory",
+    type=MemorySize(),
+    help="Memory of the KV cache, for all sequences: 2GB, 512MiB, or a share of what is free, 50%. "
+    "[default: one context]",
 )
 
 

@@ -105,7 +105,7 @@ def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> TextIO:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print a result, at once. What a terminal would obey is shown, not sent; pipes get the text as it is."""
+    """Print a result, at once. What a terminal would obey is shown, not sent; pipes get all of it."""
     sys.stdout.write((printable(text) if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()
 

@@ -10,7 +10,7 @@ import click
 
 from xinfer_vk.cli.interrupt import exit_code, interruptible
 from xinfer_vk.cli.options import model_options
-from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.output import say, say_json, tell
 from xinfer_vk.cli.plots import check_plot
 from xinfer_vk.cli.progress import ProgressBar
 from xinfer_vk.cli.source import read_source
@@ -97,11 +97,11 @@ def command(
         with LLM(**chosen, progress=progress) as llm:
             if not quiet:
                 for notice in llm.notices:
-                    click.echo(notice, err=True)
+                    tell(notice)
             if verbose:
-                click.echo(describe(llm), err=True)
+                tell(describe(llm))
 
-            def tell(scored: int, total: int, so_far: float) -> None:
+            def tell_estimate(scored: int, total: int, so_far: float) -> None:
                 progress.tell(f"{scored:>{len(str(total))}} of {total} tokens: {so_far:.4f}")
 
             with interruptible(stop.set):
@@ -113,7 +113,7 @@ def command(
                     bos=bos,
                     max_tokens=max_tokens,
                     stop_event=stop,
-                    on_estimate=tell if verbose else None,
+                    on_estimate=tell_estimate if verbose else None,
                 )
             progress.close()
             if as_json:
@@ -121,16 +121,16 @@ def command(
             elif result.tokens:
                 say(result_line(result))
             if verbose and result.tokens:
-                click.echo(describe_result(result), err=True)
+                tell(describe_result(result))
             if plot is not None and result.tokens:
                 from xinfer_vk.cli.perplexity_plot import save_perplexity_plot
 
                 save_perplexity_plot(plot, llm, result)
                 if not quiet:
-                    click.echo(f"plot: {plot}", err=True)
+                    tell(f"plot: {plot}")
     if not result.complete:
         if not quiet:
-            click.echo(f"interrupted after {counted(result.tokens, 'token')}", err=True)
+            tell(f"interrupted after {counted(result.tokens, 'token')}")
         raise click.exceptions.Exit(exit_code())
 
 

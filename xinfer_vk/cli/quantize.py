@@ -9,7 +9,7 @@ import click
 
 from xinfer_vk.cli.completion import complete_model
 from xinfer_vk.cli.options import QUANTIZE_TYPES
-from xinfer_vk.cli.output import say, say_json
+from xinfer_vk.cli.output import say, say_json, tell
 from xinfer_vk.cli.progress import ProgressBar
 
 
@@ -58,7 +58,7 @@ def command(
         say_json(record)
     elif not quiet:
         for note in written.notes:
-            click.echo(note, err=True)
+            tell(note)
         formats = ", ".join(f"{count} in {fmt}" for fmt, count in written.formats.items())
         say(
             f"{written.path}: {format_bytes(written.bytes)}, {written.bits_per_weight:.2f} bits per weight; "

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 FENCES = ("```", "~~~")
 TAB_STOP = 8
+JOINER = "\u200d"  # makes one emoji of several: a line never breaks after it
 # A line may begin anywhere in text without spaces (Chinese, Japanese), but not with one of these.
 NEVER_FIRST = frozenset("、。，．・：；？！）」』】〕〉》’”ー々…～")
 PARTS = re.compile(r"\n|[^\S\n]+|\S+")
@@ -64,7 +65,7 @@ class WordWrapper:
         """Part of a word. Wide characters are words of their own, with what must not begin a line."""
         for character in part:
             before = self._word[-1:]
-            splits = before and character not in NEVER_FIRST and cell_len(character) > 0
+            splits = before and character not in NEVER_FIRST and cell_len(character) > 0 and before != JOINER
             if splits and (cell_len(character) == 2 or cell_len(before) == 2 or before in NEVER_FIRST):
                 yield from self._end_word()
             self._word += character
@@ -91,7 +92,7 @@ class WordWrapper:
         """The first word of a line may begin or end a block of code."""
         if self._code:
             self._code = not (word.startswith(self._fence) and not word.strip(self._fence[0]))
-        elif word.startswith(FENCES):
+        elif word.startswith(FENCES) and "`" not in word.lstrip("`"):  # else code within a line: ```x```
             self._code, self._fence = True, word[:3]
 
     def _spaces_out(self) -> str:

@@ -24,6 +24,7 @@ from xinfer_vk.kernels.peak import FLOPS_PER_ROUND, FMA_LOCAL_SIZE, peak_copy, p
 from xinfer_vk.loading import LoadedModel, Progress, check_int8, load, open_checkpoint
 from xinfer_vk.models.config import ModelConfig
 from xinfer_vk.plan import WORD_BYTES, BufferKind, Plan, Runtime
+from xinfer_vk.sampling.device import check_tokens
 from xinfer_vk.weights.synthetic import SyntheticPlanner, open_synthetic
 
 PEAK_S = 0.05  # a yardstick's run takes at least this long
@@ -332,6 +333,8 @@ class Bench:
                 ahead = min(self._ahead, 1 << left.bit_length() - 1)
             began = time.perf_counter()
             chosen = self.runner.decode(sequences, tokens, "argmax", ahead)
+            for step in chosen:
+                check_tokens(step, [s.length for s in sequences], self.runner.steps_run)
             seconds += [(time.perf_counter() - began) / len(chosen)] * len(chosen)
             tokens = chosen[-1]
             # Costs are linear in the lengths (a window apart): the first step's and the last's, averaged.

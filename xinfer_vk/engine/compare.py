@@ -1,4 +1,4 @@
-"""One prompt, continued by several ways of choosing tokens, as one batch.
+"""One prompt, continued by several decoding strategies, as one batch.
 
 All share the prompt's KV blocks, and all that draw use the same random numbers, so that what differs is
 the method. How much probability a method's truncation keeps is found afterwards, by running each text
@@ -67,8 +67,8 @@ def compare_decoding(
     on_step: Callable[[int], None] | None = None,
     on_decoding: Callable[[Decoding], None] | None = None,
 ) -> list[Decoding]:
-    """The prompt's continuation by each of :data:`METHODS`. ``on_step`` hears of the tokens made so far,
-    ``on_decoding`` of each text as it ends, also of what there is when an exception ends all.
+    """The prompt's continuation by each of :data:`METHODS`. ``on_step`` is called with the number of
+    tokens so far, ``on_decoding`` with each text as it ends, also with unfinished texts after an exception.
 
     Raises :class:`UsageError` as :meth:`LLM.batch` does.
     """
@@ -106,8 +106,8 @@ def kept_at_each_step(
     progress: Callable[[int, int], None] | None = None,
     stop_event: threading.Event | None = None,
 ) -> list[Kept]:
-    """What each method could choose from for each token of its text. ``progress`` hears of tokens done, of
-    how many; setting ``stop_event`` leaves out the rest."""
+    """What each method could choose from for each token of its text. ``progress(done, total)`` is called
+    with tokens; setting ``stop_event`` leaves out the rest."""
     total = sum(len(d.result.token_ids) for d in decodings)
     done, out = 0, []
     for decoding in decodings:
@@ -136,20 +136,14 @@ def _logits(llm: LLM, result: GenerationResult) -> Iterator[np.ndarray]:
     prompt, answer = result.prompt_token_ids, result.token_ids
     if not answer:
         return
-    with llm._lock:
-        runner = llm._runner_for(len(prompt) + len(answer))
-        sequence = runner.cache.open(len(prompt))
-    try:
+    engine = llm._open_engine()
+    runner = engine.runner
+    with engine.borrow(len(prompt) + len(answer)) as sequence:
         before = len(prompt) - 1  # the first token of the answer is predicted from the prompt's last
         for at in range(0, before, runner.max_tokens):
             piece = prompt[at : min(at + runner.max_tokens, before)]
-            with llm._lock:
-                runner.run([Chunk(sequence, piece, "none")], "logits")
+            runner.run([Chunk(sequence, piece, "none")], "logits")
         inputs = [prompt[-1], *answer[:-1]]
         step = min(runner.max_tokens, runner.max_outputs)
         for at in range(0, len(inputs), step):
-            with llm._lock:
-                rows = runner.run([Chunk(sequence, inputs[at : at + step], "all")], "logits")
-            yield from rows
-    finally:
-        runner.cache.close(sequence)
+            yield from runner.run([Chunk(sequence, inputs[at : at + step], "all")], "logits")

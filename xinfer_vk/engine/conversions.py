@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from xinfer_vk.engine.session import read_messages
 from xinfer_vk.errors import UsageError
+from xinfer_vk.options import Prompt
 
 
 def as_ids(tokens: Sequence[int]) -> list[int]:
@@ -23,7 +24,12 @@ def as_ids(tokens: Sequence[int]) -> list[int]:
     )
 
 
-def as_prompts(prompts: Iterable[str | Sequence[int]]) -> list[str | Sequence[int]]:
+def is_messages(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether a prompt is meant as a list of messages."""
+    return isinstance(prompt, Sequence) and any(isinstance(item, Mapping) for item in prompt)
+
+
+def as_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts of a batch, from any iterable. Raises :class:`UsageError` if there are none."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise UsageError(
@@ -32,6 +38,8 @@ def as_prompts(prompts: Iterable[str | Sequence[int]]) -> list[str | Sequence[in
     listed = list(prompts)
     if not listed:
         raise UsageError("there are no prompts: give at least one")
+    if is_messages(listed):
+        raise UsageError("prompts are a list of prompts: put each conversation into a list of its own")
     return listed
 
 

@@ -7,13 +7,14 @@ activations is made, as for a run, on a runtime that counts what it is asked for
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from xinfer_vk.engine.config import EngineConfig
-from xinfer_vk.engine.runner import ModelRunner, make_runner
+from xinfer_vk.engine.memory import blocks_of, engine_runner, kv_shape
+from xinfer_vk.engine.runner import ModelRunner
 from xinfer_vk.errors import OutOfMemoryError
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.loading import declare
@@ -114,15 +115,16 @@ class Estimator:
         self.weights, self.weight_bytes = declared.weights, declared.weight_bytes
 
     def estimate(self, context: int, batch: int, kv_dtype: str) -> Estimate:
-        """For ``batch`` sequences of ``context`` tokens at once. Raises :class:`OutOfMemoryError` where the
-        device could not bind one layer's cache, :class:`UsageError` for an unknown ``kv_dtype``."""
+        """With a KV cache that holds ``batch`` sequences of ``context`` tokens: a run's with a ``kv_memory``
+        of ``kv_bytes``. Raises :class:`OutOfMemoryError` where the device could not bind one layer's cache,
+        :class:`UsageError` for an unknown ``kv_dtype``."""
         runtime, runner = self._made(context, batch, kv_dtype)
         kv, greedy = runtime.bytes[BufferKind.KV], runtime.allocated_bytes
         _ = runner.sampler  # made when it is first asked for
         return Estimate(
             weight_bytes=self.weight_bytes,
             kv_bytes=kv,
-            kv_tokens=runner.cache.allocator.count * BLOCK_TOKENS,
+            kv_tokens=runner.cache.pool.count * BLOCK_TOKENS,
             kv_full_heads_bytes=kv * self.model.heads // self.model.kv_heads,
             activation_bytes=greedy - kv,
             sampler_bytes=runtime.allocated_bytes - greedy,
@@ -138,7 +140,7 @@ class Estimator:
                 runtime, runner = self._made(blocks * BLOCK_TOKENS, batch, kv_dtype)
             except OutOfMemoryError:
                 return False
-            if runner.cache.allocator.count < batch * blocks:
+            if runner.cache.pool.count < batch * blocks:
                 return False  # the cache was cut to what the device binds
             return self.weight_bytes + runtime.allocated_bytes + self._staging_bytes <= free_bytes
 
@@ -157,11 +159,10 @@ class Estimator:
     def _made(self, context: int, batch: int, kv_dtype: str) -> tuple[CountingRuntime, ModelRunner]:
         """A runner as a run would have it, and the runtime that counted it."""
         runtime = CountingRuntime(self.profile)
-        runner = make_runner(
-            runtime, self.model, self.weights, kv_dtype, capacity=context, sequences=batch,
-            total=context * batch, max_tokens=self.config.prefill_chunk,
-            activation_dtype=self.config.activations,
-        )  # fmt: skip
+        config = replace(self.config, context=context, kv_dtype=kv_dtype)
+        each, most = blocks_of(context), kv_shape(config, self.model).most_blocks(self.profile)
+        blocks = max(each, min(batch * each, most))
+        runner = engine_runner(runtime, config, self.model, self.weights, blocks)
         return runtime, runner
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.metrics import Metrics
+from xinfer_vk.engine.request import Request
 from xinfer_vk.sampling.logprobs import TokenLogprobs
 from xinfer_vk.sampling.params import SamplingParams
 from xinfer_vk.sampling.program import RowParams
@@ -71,10 +71,10 @@ class GenerationResult:
 
 @dataclass(eq=False)
 class Generation:
-    """The state of one sequence. ``fed`` of the prompt's tokens are in the cache.
+    """The text of one request: what was chosen, what ends it, and the pieces that were given out.
 
-    A conversation sets ``sequence`` and ``fed`` beforehand to go on from tokens that the cache has, and
-    ``keep_sequence`` to have the sequence left open at the end.
+    ``fed`` of the prompt's tokens are in the cache. One thread may run steps while another takes pieces:
+    ``_lock`` keeps the two apart.
     """
 
     prompt_ids: list[int]
@@ -86,21 +86,23 @@ class Generation:
     started: float  # time.perf_counter() when the caller asked
     prompt: int = 0
     sample: int = 0
-    leader: Generation | None = None  # whose prompt's cache blocks this one shares
     stop_event: threading.Event = field(default_factory=threading.Event)
     splitter: ThinkingSplitter | None = None  # of a model that thinks
     want_prompt_logprobs: bool = False
-    keep_sequence: bool = False
+    on_prompt: Callable[[int, int], None] | None = None  # prompt tokens computed, of how many
+    on_end: Callable[[Generation], None] | None = None
 
-    sequence: CachedSequence | None = None
     fed: int = 0
+    chosen: int = 0  # tokens, the one that ended it too
+    bytes_read: float = 0.0  # from the device, its share
+    error: Exception | None = None  # what ended it
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop: str | int | None = None
     metrics: Metrics = field(default_factory=Metrics)
-    row_params: RowParams | None = field(default=None, repr=False)  # the scheduler's, kept between steps
+    row_params: RowParams | None = field(default=None, repr=False)  # kept between steps
 
     def __post_init__(self) -> None:
         p = self.params
@@ -123,6 +125,14 @@ class Generation:
         self._last = self.started  # when the last token came
         self._shown = 0  # pieces that take() has given out
         self.metrics.prompt_tokens = len(self.prompt_ids)
+        self._lock = threading.RLock()
+        self.request = Request(
+            self.prompt_ids.copy(),
+            p.max_new_tokens,
+            every_row=self.want_prompt_logprobs,
+            watched=self.watched,
+            owner=self,
+        )
 
     @property
     def prefilled(self) -> bool:
@@ -133,16 +143,18 @@ class Generation:
         """Prompt and answer."""
         return self.prompt_ids + self.generated
 
-    @property
-    def needs_capacity(self) -> int:
-        """Tokens of cache it may come to need."""
-        return len(self.prompt_ids) + self.params.max_new_tokens
+    def ask_prompt_logprobs(self, wanted: bool) -> None:
+        """Before it begins: whether the log-probabilities of its prompt's tokens are wanted."""
+        self.want_prompt_logprobs = self.request.every_row = wanted
 
-    def next_tokens(self, most: int) -> Sequence[int]:
-        """What the model must read next: of the prompt, or the token chosen last."""
-        if self.prefilled:
-            return self.generated[-1:]
-        return self.prompt_ids[self.fed : self.fed + most]
+    @property
+    def has_news(self) -> bool:
+        """Whether there is text that was not given out, or the end."""
+        return (
+            self.finish_reason is not None
+            or self._read < len(self.generated)
+            or self._shown < len(self._pieces)
+        )
 
     def note_fed(self, count: int, now: float) -> None:
         """``count`` prompt tokens have gone into the cache."""
@@ -156,9 +168,15 @@ class Generation:
         """Take a chosen token; ends the generation if it or the text says so. ``compile_s`` of the time
         since the last one went into compiling. The device waits meanwhile, so its text is made when someone
         wants it."""
+        with self._lock:
+            if self.finish_reason is None:
+                self._accept(token, logprobs, now, compile_s)
+
+    def _accept(self, token: int, logprobs: TokenLogprobs | None, now: float, compile_s: float) -> None:
         if self.generated:
             self.metrics.token_s.append(now - self._last - compile_s)
         self._last = now
+        self.chosen += 1
         if token in self.end_ids:
             self.stop = token
             self.finish("stop")
@@ -172,31 +190,42 @@ class Generation:
                 self.stop = self._stops.found
                 self.finish("stop")
                 return
-        if len(self.generated) >= self.params.max_new_tokens:
+        if len(self.generated) >= self.request.most:
             self.finish("length")
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str, error: Exception | None = None) -> None:
         """End it. Text held back comes out, unless it was cut by a stop string."""
-        if self.finish_reason is not None:
-            return
-        self._make_text()
-        self.finish_reason = reason
-        if self._stops.found is None:
-            self._show(self._stops.push(self.decoder.finish()))
-            self._show(self._stops.finish())
-        if self.splitter is not None:
-            self._append(self.splitter.finish())
+        with self._lock:
+            if self.finish_reason is not None:
+                return
+            self._make_text()
+            self.finish_reason, self.error = reason, error
+            if self._stops.found is None:
+                self._show(self._stops.push(self.decoder.finish()))
+                self._show(self._stops.finish())
+            if self.splitter is not None:
+                self._append(self.splitter.finish())
+        if self.on_end is not None:
+            self.on_end(self)
 
     def take(self) -> Iterator[Piece]:
         """The text made and not given out yet, in pieces."""
-        self._make_text()
-        while self._shown < len(self._pieces):
-            self._shown += 1
-            yield self._pieces[self._shown - 1]
+        while True:
+            with self._lock:
+                self._make_text()
+                if self._shown == len(self._pieces):
+                    return
+                self._shown += 1
+                piece = self._pieces[self._shown - 1]
+            yield piece
 
     def leave(self) -> None:
         """End it with the last piece that :meth:`take` gave out, for a caller who wants no more. Several
         steps may have run at once: what they made beyond that piece is forgotten, text and tokens."""
+        with self._lock:
+            self._leave()
+
+    def _leave(self) -> None:
         if self.finish_reason is not None and self._shown == len(self._pieces):
             return
         kept = self._made_by[self._shown - 1] if self._shown else 0
@@ -207,6 +236,10 @@ class Generation:
 
     def result(self) -> GenerationResult:
         """What there is; complete once ``finish_reason`` is set."""
+        with self._lock:
+            return self._result()
+
+    def _result(self) -> GenerationResult:
         self._make_text()
         return GenerationResult(
             text="".join(piece for piece in self._pieces if not piece.thinking),
@@ -244,7 +277,7 @@ class Generation:
 def sibling(
     leader: Generation, sample: int, decoder: StreamDecoder, splitter: ThinkingSplitter | None
 ) -> Generation:
-    """Another sample of ``leader``'s prompt, which will share its cache blocks."""
+    """Another sample of ``leader``'s prompt."""
     return Generation(
         prompt_ids=leader.prompt_ids,
         params=leader.params,
@@ -256,6 +289,5 @@ def sibling(
         started=leader.started,
         prompt=leader.prompt,
         sample=sample,
-        leader=leader,
         stop_event=leader.stop_event,
     )

@@ -158,6 +158,7 @@ def _chat_template(source: ModelSource) -> dict[str, Any]:
     template = ChatTemplate.from_source(source)
     if template.fallback or template.unusable is not None:
         return {"present": False}
+    template.check()
     return {
         "present": True,
         "characters": len(template.text),

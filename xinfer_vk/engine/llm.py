@@ -6,13 +6,15 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import numpy as np
 
+from xinfer_vk.engine.callbacks import as_event, check_callable
 from xinfer_vk.engine.config import (
     DEFAULT_MODEL,
     PREFILL_CHUNK,
@@ -21,18 +23,19 @@ from xinfer_vk.engine.config import (
     Sampler,
     Tune,
 )
-from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts
-from xinfer_vk.engine.embeddings import hidden_states
+from xinfer_vk.engine.conversions import as_ids, as_messages, as_prompts, is_messages
+from xinfer_vk.engine.embeddings import Pooling, hidden_states, pool, pooling_of
+from xinfer_vk.engine.engine import Engine
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
+from xinfer_vk.engine.memory import fitting_runner, pool_blocks
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner, make_runner
-from xinfer_vk.engine.scheduler import UNDER_WAY, Scheduler
+from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner
 from xinfer_vk.engine.scoring import AnswerScore, score
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
-from xinfer_vk.errors import OutOfMemoryError, UsageError, said, setting
+from xinfer_vk.errors import UsageError, said, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
 from xinfer_vk.loading import Progress, load, main_format, open_checkpoint
-from xinfer_vk.options import Message, SamplingOptions
+from xinfer_vk.options import Message, Prompt, SamplingOptions
 from xinfer_vk.plan import Runtime
 from xinfer_vk.sampling.device import BIAS_ENTRIES
 from xinfer_vk.sampling.params import SamplingParams
@@ -41,6 +44,7 @@ from xinfer_vk.text.chat import ChatTemplate, encode_chat, is_instruct
 from xinfer_vk.text.stream import StreamDecoder
 from xinfer_vk.text.thinking import ThinkingSplitter, opened_by, tag_ids, thinks
 from xinfer_vk.text.tokenizer import eos_ids, load_tokenizer
+from xinfer_vk.vulkan.guard import ForkableLock
 from xinfer_vk.vulkan.runtime import open_runtime
 
 if TYPE_CHECKING:
@@ -76,6 +80,7 @@ class LLM:
         activations: Activations = "f32",
         context: int | None = None,
         n_ctx: int | None = None,
+        kv_memory: int | float | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         sampler: Sampler = "device",
         tune: Tune = "quick",
@@ -88,11 +93,10 @@ class LLM:
                     f"context is {context!r} and n_ctx {n_ctx!r}: they are one setting, give one"
                 )
             context = n_ctx
-        if progress is not None and not callable(progress):
-            raise UsageError(f"progress is {progress!r}: it is a function of (stage, done, total), or None")
+        check_callable("progress", progress, "(stage, done, total)")
         given = EngineConfig(
             DEFAULT_MODEL if isinstance(model, EngineConfig) else model, device, kv_dtype, quantize,
-            activations, context, prefill_chunk, sampler, tune,
+            activations, context, kv_memory, prefill_chunk, sampler, tune,
         )  # fmt: skip
         if isinstance(model, EngineConfig):
             if given != EngineConfig():
@@ -102,12 +106,12 @@ class LLM:
         self.kv_dtype, self.context, self.prefill_chunk = given.kv_dtype, given.context, given.prefill_chunk
         self.activations, self.sampler = given.activations, given.sampler
         self._progress: Progress = progress or (lambda stage, done, total: None)
-        self._runner: ModelRunner | None = None
-        self._lock = threading.RLock()  # held during each step
+        self._engine: Engine | None = None
+        self._lock = ForkableLock()  # held during each step
         self._streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()
         self._closed = False
         with open_checkpoint(given, progress) as source:
-            self.name, self.config = source.name, source.config
+            self.name, self.config, self.model_files = source.name, source.config, source.files
             given.check_model(self.config, self.name)  # before anything is loaded
             self.tokenizer = load_tokenizer(source)
             self.chat_template = ChatTemplate.from_source(source)
@@ -115,23 +119,26 @@ class LLM:
             self.thinks = thinks(self.tokenizer, self.chat_template.text)
             self.eos_ids = eos_ids(source, self.tokenizer)
             self.generation_config = source.generation_config
+            self.pooling: Pooling = pooling_of(source)
             if not source.tensors:
                 main_format(source)  # says so
             self.runtime: Runtime = open_runtime(given.device)
             try:
                 loaded = load(source, self.runtime, given, progress)
+                self._blocks, notes = pool_blocks(given, self.config, self.runtime)
             except BaseException:
                 self.runtime.close()
                 raise
         self.weights, self.weight_bytes, self.dtype = loaded.weights, loaded.weight_bytes, loaded.fmt
-        self._notes = loaded.notices
+        self._notes = (*loaded.notices, *notes)
+        self.room = min(given.room(self.config), self._blocks * BLOCK_TOKENS)  # tokens of one sequence
         self.load_s = time.perf_counter() - started
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"on {self.runtime.profile.name}"
         return f"<LLM {self.name} ({self.config.architecture}, {self.dtype}), {state}>"
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- Properties ---------------------------------------------------------------------------
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -151,7 +158,7 @@ class LLM:
     @property
     def cached_tokens(self) -> int:
         """Tokens of all sequences together that the KV cache has room for; 0 before the first call."""
-        return self._runner.cache.allocator.count * BLOCK_TOKENS if self._runner else 0
+        return self._runner.cache.pool.count * BLOCK_TOKENS if self._runner else 0
 
     # -- prompts ------------------------------------------------------------------------------
 
@@ -206,7 +213,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         system: str | None = None,
@@ -216,9 +223,11 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationStream:
-        """Generate from a text or token ids. Returns an iterator over pieces of text.
+        """Generate from a text, token ids or a list of messages. Returns an iterator over pieces of text.
 
-        ``system``, ``raw`` and ``template_args`` are those of :meth:`encode`. For token ids, ``raw`` says
+        Messages (``[{"role": "user", "content": "…"}]``, the last of them the user's) go through the chat
+        template; a system text is their first message. ``system``, ``raw`` and ``template_args`` are those of
+        :meth:`encode`. For token ids, ``raw`` says
         whether the text continues theirs, with the space between them, or answers it.
         ``params``: how tokens are chosen and when to stop; ``fields`` override its fields
         (``max_new_tokens=20, temperature=0.8``). ``max_new_tokens``, also called ``max_tokens``, is cut to
@@ -228,16 +237,16 @@ class LLM:
         started = time.perf_counter()
         params = self._params(params, fields)
         ids = self._prompt_ids(prompt, system, raw, template_args)
-        event = stop_event or threading.Event()
+        event = as_event(stop_event)
         generation = self._generation(ids, params, started, event, self._continues(raw))
-        generation.want_prompt_logprobs = prompt_logprobs
+        generation.ask_prompt_logprobs(prompt_logprobs)
         stream = GenerationStream(self._begin, generation, self._complete)
         self._streams.add(stream)
         return stream
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams | None = None,
         *,
         system: str | None = None,
@@ -247,7 +256,7 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """Generate from a text or token ids, to the end. The arguments are those of :meth:`stream`;
+        """Generate from a text, token ids or messages, to the end. The arguments are those of :meth:`stream`;
         ``prompt_logprobs`` also computes the log-probability of each prompt token after the first."""
         return self.stream(
             prompt,
@@ -264,7 +273,7 @@ class LLM:
 
     def batch(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
@@ -287,6 +296,8 @@ class LLM:
         started = time.perf_counter()
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise UsageError(f"n is {n!r}: it must be at least 1")
+        check_callable("on_result", on_result, "a result")
+        check_callable("on_step", on_step, "a number of tokens")
         prompts = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [self._params(params, fields)] * len(prompts)
@@ -294,41 +305,43 @@ class LLM:
             if len(params) != len(prompts):
                 raise UsageError(f"{len(params)} sampling parameters for {len(prompts)} prompts")
             each = [self._params(p, fields) for p in params]
-        event = stop_event or threading.Event()
+        event = as_event(stop_event)
         generations: list[Generation] = []
-        first_with: dict[tuple[int, ...], Generation] = {}  # by its prompt
         for index, (prompt, chosen) in enumerate(zip(prompts, each)):
             ids = self._prompt_ids(prompt, system, raw, template_args)
             leader = self._generation(ids, chosen, started, event, self._continues(raw))
-            leader.prompt, leader.want_prompt_logprobs = index, prompt_logprobs
-            if not prompt_logprobs:  # those need every prompt token to be run
-                other = first_with.setdefault(tuple(leader.prompt_ids), leader)
-                leader.leader = None if other is leader else other
+            leader.prompt = index
+            leader.ask_prompt_logprobs(prompt_logprobs)
             generations.append(leader)
             for sample in range(1, n):
                 generations.append(sibling(leader, sample, *self._decoders(ids, self._continues(raw))))
-        needs = [g.needs_capacity for g in generations]
-        rows = min(len(generations), MAX_OUTPUTS)
-        with self._lock:
-            runner = self._runner_for(max(needs), rows, sum(sorted(needs)[-rows:]))
-        scheduler = Scheduler(runner, self.sampler, lock=self._lock, check=self._check_open)
-        for generation in generations:
-            scheduler.add(generation)
+        engine, ended = self._open_engine(min(len(generations), MAX_OUTPUTS)), deque[Generation]()
 
-        def report(ended: Sequence[Generation]) -> None:
-            for generation in ended:
-                self._complete(generation, scheduler)
+        def report() -> None:
+            while ended:
+                generation = ended.popleft()
+                self._complete(generation)
                 if on_result is not None:
                     on_result(generation.result())
 
+        for generation in generations:
+            generation.on_end = ended.append
+            engine.add(generation)
         try:
-            while scheduler.busy:
-                report(scheduler.step())
+            while any(generation.finish_reason is None for generation in generations):
+                engine.advance(lambda: bool(ended))
+                report()
                 if on_step is not None:
-                    on_step(scheduler.tokens_chosen)
+                    on_step(sum(generation.chosen for generation in generations))
         except BaseException as error:
-            report(scheduler.abandon("error" if isinstance(error, Exception) else "interrupted"))
+            for generation in generations:
+                engine.abort(generation, "error" if isinstance(error, Exception) else "interrupted")
+            report()
             raise
+        report()
+        for generation in generations:
+            if generation.error is not None:
+                raise generation.error
         return [generation.result() for generation in generations]
 
     @overload
@@ -362,8 +375,9 @@ class LLM:
             result = llm.chat([{"role": "user", "content": "What is Vulkan?"}], max_tokens=60)
 
         ``template_args`` and ``stop_event`` are those of :meth:`generate`. Nothing is remembered between two
-        calls. Without messages as the first argument it is :meth:`session`. Raises :class:`UsageError` for a
-        model without a chat template and for messages that are no conversation.
+        calls. :meth:`stream` takes messages, too. Without messages as the first argument this is
+        :meth:`session`. Raises :class:`UsageError` for a model without a chat template and for messages that
+        are no conversation.
         """
         if not conversation:
             return self.session(**arguments)
@@ -378,12 +392,26 @@ class LLM:
         stop_event: threading.Event | None = None,
         **fields: Unpack[SamplingOptions],
     ) -> GenerationResult:
+        return self.generate(
+            as_messages(messages), params, template_args=template_args, stop_event=stop_event, **fields
+        )
+
+    def _encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        system: str | None,
+        raw: bool | None,
+        template_args: Mapping[str, Any] | None,
+    ) -> list[int]:
         messages = as_messages(messages)
+        if raw:
+            raise UsageError(f"messages need a chat template: leave out {setting('raw')}, or give a text")
+        if system is not None:
+            raise UsageError("messages and a system text: make the text the first message")
         if not self.instruct:
             raise UsageError(f"{self.name} has no chat template, so it cannot chat: use an instruct model")
         self.chat_template.check_variables(template_args or {})
-        ids = encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
-        return self.generate(ids, params, stop_event=stop_event, **fields)
+        return encode_chat(self.tokenizer, self.chat_template, messages, **(template_args or {}))
 
     def session(
         self,
@@ -444,10 +472,14 @@ class LLM:
         """
         from xinfer_vk.engine.perplexity import Windowing, evaluate
 
-        room = self.context or self.config.max_position
+        check_callable("on_estimate", on_estimate, "(tokens, all tokens, perplexity)")
+        stop_event = as_event(stop_event)
+        room = self.room
         windowing = Windowing.of(context, stride, convention, room)
         if windowing.context > room:
-            raise UsageError(f"context {context} is more than the {room} tokens there is room for: use less")
+            raise UsageError(
+                f"{setting('context')} {context} is more than the {room} tokens there is room for: use less"
+            )
         return evaluate(
             self,
             text,
@@ -464,38 +496,46 @@ class LLM:
         anything but token ids, and for more than the context holds."""
         ids = as_ids(token_ids)
         self._check_ids(ids)
-        room = self.context or self.config.max_position
-        if len(ids) > room:
-            raise UsageError(f"{len(ids)} tokens are more than the context of {room}: use a shorter text")
-        with self._lock:
-            runner = self._runner_for(len(ids))
-            if not runner.cache.has_row:
-                raise UsageError(UNDER_WAY)
-            sequence = runner.cache.open(len(ids))
-            try:
-                step = runner.max_outputs
-                rows = [
-                    runner.run([Chunk(sequence, ids[i : i + step], "all")], "logits")
-                    for i in range(0, len(ids), step)
-                ]
-            finally:
-                runner.cache.close(sequence)
+        self._check_room(len(ids))
+        engine = self._open_engine()
+        with engine.borrow(len(ids)) as sequence:
+            self._check_open()
+            step = engine.runner.max_outputs
+            rows = [
+                engine.runner.run([Chunk(sequence, ids[i : i + step], "all")], "logits")
+                for i in range(0, len(ids), step)
+            ]
         return np.concatenate(rows)
 
     def hidden_states(self, text: str | Sequence[int]) -> np.ndarray:
         """The last layer's hidden states of a text as it is, or of token ids, after the final norm:
         ``float32 [tokens, hidden size]``. Raises :class:`UsageError` for an empty text and for more tokens
         than the context holds."""
-        ids = self.tokenize(text) if isinstance(text, str) else as_ids(text)
-        self._check_ids(ids)
-        room = self.context or self.config.max_position
-        if len(ids) > room:
-            raise UsageError(f"{len(ids)} tokens are more than the context of {room}: use a shorter text")
-        with self._lock:
-            runner = self._runner_for(len(ids))
-            if not runner.cache.has_row:
-                raise UsageError(UNDER_WAY)
-            return hidden_states(runner, ids)
+        ids = self._plain_ids(text)
+        self._check_room(len(ids))
+        engine = self._open_engine()
+        with engine.borrow(len(ids)) as sequence:
+            self._check_open()
+            return hidden_states(engine.runner, sequence, ids)
+
+    def embed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+    ) -> np.ndarray:
+        """A vector for each text: ``float32 [texts, hidden size]``. Texts are taken as they are, or given as
+        token ids. ``pooling``: "mean" of the hidden states, "last", or "cls" (the first); None: what the
+        checkpoint says, else the mean. ``normalize``: to length 1. Raises what :meth:`hidden_states`
+        raises."""
+        if pooling not in (None, *get_args(Pooling)):
+            raise UsageError(f"pooling is {pooling!r}: it is {', '.join(get_args(Pooling))} or None")
+        each = [texts] if isinstance(texts, str) else list(texts)
+        if not each:
+            raise UsageError("texts is empty: give at least one text")
+        kind = pooling or self.pooling
+        return np.stack([pool(self.hidden_states(text), kind, normalize) for text in each])
 
     def score(self, prompt: str | Sequence[int], answers: Sequence[str | Sequence[int]]) -> list[AnswerScore]:
         """Log-probabilities of each answer after the prompt, in the order of ``answers``. Texts are taken as
@@ -503,21 +543,27 @@ class LLM:
         for an empty prompt or answer and for more tokens than the context holds."""
         if isinstance(answers, str) or not answers:
             raise UsageError(f"answers is {answers!r}: give a list of at least one text or list of token ids")
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else as_ids(prompt)
-        self._check_ids(ids)
+        ids = self._plain_ids(prompt)
         each = [self.tokenize(a, add_bos=False) if isinstance(a, str) else as_ids(a) for a in answers]
         for index, answer in enumerate(each):
             if not answer:
                 raise UsageError(f"answer {index} is empty: give at least one token")
             self._check_ids(answer)
-        room, most = self.context or self.config.max_position, len(ids) + max(map(len, each))
-        if most > room:
-            raise UsageError(f"{most} tokens are more than the context of {room}: use shorter texts")
-        with self._lock:
-            runner = self._runner_for(most)
-            if not runner.cache.has_row:
-                raise UsageError(UNDER_WAY)
-            return score(runner, ids, each)
+        most = len(ids) + max(map(len, each))
+        self._check_room(most)
+        engine = self._open_engine()
+        with engine.borrow(most) as sequence:
+            self._check_open()
+            return score(engine.runner, sequence, ids, each)
+
+    def _plain_ids(self, text: str | Sequence[int]) -> list[int]:
+        ids = self.tokenize(text) if isinstance(text, str) else as_ids(text)
+        self._check_ids(ids)
+        return ids
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens > self.room:
+            raise UsageError(f"{tokens} tokens are more than the context of {self.room}: use a shorter text")
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -529,12 +575,16 @@ class LLM:
                 return
             self._closed = True
             end_streams(self._streams, CLOSED)
-            self._runner = None
+            if self._engine is not None:
+                self._engine.close(CLOSED)
+            self._engine = None
             self.runtime.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(CLOSED)
+        if check := getattr(self.runtime, "check_process", None):  # before a step writes to mapped memory
+            check()
 
     def __enter__(self) -> LLM:
         return self
@@ -569,7 +619,7 @@ class LLM:
 
     def _prompt_ids(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         system: str | None,
         raw: bool | None,
         template_args: Mapping[str, Any] | None,
@@ -577,15 +627,17 @@ class LLM:
         if isinstance(prompt, str):
             self.check_prompt(prompt, raw)
             ids = self.encode(prompt, system=system, raw=raw, template_args=template_args)
+        elif is_messages(prompt):
+            ids = self._encode_messages(prompt, system, raw, template_args)
         else:
-            ids = as_ids(prompt)
+            ids = as_ids(prompt)  # type: ignore[arg-type]  # is_messages() has said what it is not
         self._check_ids(ids)
         return ids
 
     def check_fits(self, ids: Sequence[int], params: SamplingParams) -> None:
         """Raise :class:`UsageError` if a prompt leaves no room in the context, or ``params`` bias more
         tokens than the sampler has room for."""
-        room = self.context or self.config.max_position
+        room = self.room
         if len(ids) >= room:
             larger = f"a larger {setting('context')} or " if room < self.config.max_position else ""
             raise UsageError(
@@ -594,7 +646,8 @@ class LLM:
             )
         if len(params.logit_bias) > BIAS_ENTRIES // 2:
             raise UsageError(
-                f"logit_bias has {len(params.logit_bias)} tokens: it must be at most {BIAS_ENTRIES // 2}"
+                f"{setting('logit_bias')} has {len(params.logit_bias)} tokens: it must be at most "
+                f"{BIAS_ENTRIES // 2}"
             )
 
     def _generation(
@@ -607,7 +660,7 @@ class LLM:
     ) -> Generation:
         """``continues``: the text goes on with the prompt's, instead of answering it."""
         self.check_fits(ids, params)
-        room = self.context or self.config.max_position
+        room = self.room
         if params.max_new_tokens > room - len(ids):
             params = params.replace(
                 max_new_tokens=room - len(ids), min_new_tokens=min(params.min_new_tokens, room - len(ids))
@@ -646,70 +699,43 @@ class LLM:
         splitter = ThinkingSplitter(opened_by(self.tokenizer, prompt_ids))
         return StreamDecoder(self.tokenizer, shown=tag_ids(self.tokenizer), after=after), splitter
 
-    def _begin(self, generation: Generation, tokens: int = 0) -> Scheduler:
-        """A scheduler with one generation in it, on a cache of at least ``tokens``."""
+    def _begin(self, generation: Generation) -> Engine:
+        """The engine, with one more generation in it."""
+        engine = self._open_engine()
+        generation.on_prompt = self._stage("prefill")
+        generation.on_prompt(0, len(generation.prompt_ids))
+        engine.add(generation)
+        return engine
+
+    def _open_engine(self, sequences: int = 1) -> Engine:
+        """The engine, made when it is first needed, for so many sequences if memory holds them. Streams that
+        were left end, so that nobody computes what nobody reads."""
         with self._lock:
-            runner = self._runner_for(max(tokens, generation.needs_capacity))
-        progress = self._stage("prefill")
-        progress(0, len(generation.prompt_ids))
-        scheduler = Scheduler(runner, self.sampler, progress, self._lock, self._check_open)
-        scheduler.add(generation)
-        return scheduler
+            self._check_open()
+            for stream in list(self._streams):
+                stream.end_if_left()
+            if self._engine is None:
+                config = self.engine_config
+                if config.context is not None:
+                    self._blocks, _ = pool_blocks(config, self.config, self.runtime, sequences)
+                runner = fitting_runner(
+                    self.runtime, config, self.config, self.weights, self._blocks,
+                    self._stage("compiling kernels"),
+                )  # fmt: skip
+                self._engine = Engine(runner, self.sampler, self._lock)
+            self._engine.sampler = self.sampler
+            return self._engine
 
-    def _runner_for(self, tokens: int, sequences: int = 1, total: int | None = None) -> ModelRunner:
-        """A runner whose cache holds ``sequences`` of up to ``tokens`` each, ``total`` in all. One of twice
-        the size replaces one that is too small, so that growing conversations do not record their plans
-        anew at every call."""
-        self._check_open()
-        needed, total = self.context or tokens, max(total or 0, self.context or tokens)
-        old = self._runner
-        if old is not None:
-            if old.cache.in_use:
-                for stream in list(self._streams):
-                    stream.end_if_left()
-            cache = old.cache
-            blocks = cache.allocator.count
-            if (
-                cache.capacity >= needed
-                and cache.max_sequences >= sequences
-                and blocks * BLOCK_TOKENS >= total
-            ):
-                return old
-            if cache.in_use:
-                raise UsageError(UNDER_WAY)
-            if cache.capacity < needed:
-                needed = max(needed, min(2 * cache.capacity, self.config.max_position))
-            else:  # batches and long texts in turn do not take each other's place
-                needed = cache.capacity
-            sequences = max(sequences, cache.max_sequences)
-            self._runner = None
-            old.free()
-            cache.free()
-        while True:
-            try:
-                self._runner = make_runner(
-                    self.runtime,
-                    self.config,
-                    self.weights,
-                    self.kv_dtype,
-                    capacity=needed,
-                    sequences=sequences,
-                    total=total,
-                    max_tokens=self.prefill_chunk,
-                    progress=self._stage("compiling kernels"),
-                    activation_dtype=self.activations,
-                )
-                return self._runner
-            except OutOfMemoryError:
-                if total <= needed:
-                    raise
-                total = max(needed, total // 2)  # a batch then takes turns in what there is
+    @property
+    def _runner(self) -> ModelRunner | None:
+        return None if self._engine is None else self._engine.runner
 
-    def _complete(self, generation: Generation, scheduler: Scheduler) -> None:
+    def _complete(self, generation: Generation) -> None:
         """Add what the generation does not know to its metrics."""
-        metrics = generation.metrics
+        metrics, engine = generation.metrics, self._engine
         metrics.load_s, metrics.weight_bytes = self.load_s, self.weight_bytes
-        metrics.dispatches_per_token = scheduler.dispatches
-        metrics.bytes_read_per_token = scheduler.bytes_read / max(1, scheduler.tokens_chosen)
-        metrics.kv_bytes = scheduler.runner.cache.bytes
+        metrics.bytes_read_per_token = generation.bytes_read / max(1, generation.chosen)
+        if engine is not None:
+            metrics.dispatches_per_token = engine.dispatches
+            metrics.kv_bytes = engine.runner.cache.bytes
         metrics.peak_host_bytes, metrics.device_bytes = peak_host_bytes(), self.runtime.allocated_bytes

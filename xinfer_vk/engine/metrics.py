@@ -12,6 +12,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+FELT_S = 0.05  # compiling of less is not told
+
 
 @dataclass(repr=False)
 class Metrics:
@@ -57,11 +59,13 @@ class Metrics:
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
     def timing_line(self) -> str:
-        """``prefill: 26 tok in 69 ms (378 tok/s) | decode: 7 tok in 0.23 s (30.5 tok/s)``"""
+        """``prefill: 26 tok in 69 ms (378 tok/s) | decode: 7 tok in 0.23 s (30.5 tok/s)``, and after them
+        ``| compiling: 3.10 s`` if so much went into kernels that it is felt."""
         prefill, decode = format_seconds(self.prefill_s), format_seconds(self.decode_s)
+        compiling = f" | compiling: {format_seconds(self.compile_s)}" if self.compile_s >= FELT_S else ""
         return (
             f"prefill: {self.prefilled_tokens} tok in {prefill} ({format_rate(self.prefill_rate)} tok/s) | "
-            f"decode: {self.decode_tokens} tok in {decode} ({format_rate(self.decode_rate)} tok/s)"
+            f"decode: {self.decode_tokens} tok in {decode} ({format_rate(self.decode_rate)} tok/s){compiling}"
         )
 
     def tpot_s(self, percentile: float | None = None) -> float:
@@ -98,7 +102,7 @@ def format_rate(rate: float) -> str:
 
 
 def reset_peak_host_bytes() -> None:
-    """Begin anew, where the system can (Linux, proc(5): clear_refs)."""
+    """Start again, where the system can (Linux, proc(5): clear_refs)."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")

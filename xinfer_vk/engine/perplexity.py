@@ -33,7 +33,7 @@ import numpy as np
 
 from xinfer_vk.cache import CachedSequence
 from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, make_runner
-from xinfer_vk.errors import NumericError, UsageError, said
+from xinfer_vk.errors import NumericError, UsageError, said, setting
 
 if TYPE_CHECKING:
     from xinfer_vk.engine.llm import LLM
@@ -79,23 +79,27 @@ class Windowing:
         if convention == "llama.cpp":
             if stride is not None:
                 raise UsageError(
-                    f"stride is {stride}: windows of llama.cpp's convention stand side by side; leave it out"
+                    f"{setting('stride')} is {stride}: windows of llama.cpp's convention stand side by "
+                    "side; leave it out"
                 )
             stride = context
         return cls(context, max(1, context // 2) if stride is None else stride, convention)
 
     def __post_init__(self) -> None:
         if self.convention not in CONVENTIONS:
-            raise UsageError(f"convention is {self.convention!r}: it is {' or '.join(CONVENTIONS)}")
+            known = " or ".join(CONVENTIONS)
+            raise UsageError(f"{setting('convention')} is {self.convention!r}: it is {known}")
         least = 3 if self.convention == "llama.cpp" else 2  # so that there is a token to score
         if self.context < least:
-            raise UsageError(f"context is {self.context}: a window must have at least {least} tokens")
+            raise UsageError(
+                f"{setting('context')} is {self.context}: a window must have at least {least} tokens"
+            )
         if self.stride < 1:
-            raise UsageError(f"stride is {self.stride}: it must be at least 1 token")
+            raise UsageError(f"{setting('stride')} is {self.stride}: it must be at least 1 token")
         if self.stride > self.context:
             raise UsageError(
-                f"stride is {self.stride} and context {self.context}: the tokens between two windows would "
-                f"be left out; use a stride of at most {self.context}"
+                f"{setting('stride')} is {self.stride} and {setting('context')} {self.context}: the tokens "
+                f"between two windows would be left out; use a stride of at most {self.context}"
             )
 
     def over(self, tokens: int) -> list[Window]:
@@ -108,7 +112,8 @@ class Windowing:
             if not windows:
                 raise UsageError(
                     f"the text has {tokens} tokens, and llama.cpp's convention leaves out what is shorter "
-                    f"than a window of {self.context}: use a smaller context, or the huggingface convention"
+                    f"than a window of {self.context}: use a smaller {setting('context')}, or "
+                    f"{setting('convention', 'huggingface')}"
                 )
             return windows
         windows, done = [], 1  # the first token of the text has nothing before it
@@ -189,7 +194,7 @@ def evaluate(
     stop_event: threading.Event | None = None,
     on_estimate: Callable[[int, int, float], None] | None = None,
 ) -> Perplexity:
-    """What :meth:`LLM.perplexity` does. ``progress`` hears of tokens scored after each step."""
+    """What :meth:`LLM.perplexity` does. ``progress`` is called after each step with the tokens scored."""
     started = time.perf_counter()
     ids = text_ids(llm.tokenizer, text, bos, max_tokens)
     llm._check_ids(ids)
@@ -237,7 +242,7 @@ def evaluate(
 
 def check_max_tokens(max_tokens: int | None) -> None:
     if max_tokens is not None and max_tokens < 2:
-        raise UsageError(f"max tokens is {max_tokens}: perplexity needs at least 2 tokens")
+        raise UsageError(f"{setting('max_tokens')} is {max_tokens}: perplexity needs at least 2 tokens")
 
 
 def text_ids(

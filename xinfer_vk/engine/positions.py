@@ -8,7 +8,7 @@ transformers takes for all tokens of a forward pass the frequencies of the seque
 leaves the keys in its cache as they are. Run in chunks, a prompt is rotated here for its whole length
 (``CachedSequence.expected``), as if it were one pass; then every new token for the length with it. Where
 longrope changes from its short to its long factors, cached keys would be rotated by the wrong ones: they
-are computed anew (:meth:`RopeTables.must_recompute`), as transformers' Phi-3 does.
+are computed again (:attr:`RopeTables.renews`), as transformers' Phi-3 does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xinfer_vk.cache import CachedSequence
+from xinfer_vk.blocks import MIXED, CachedSequence
 from xinfer_vk.kernels.base import Ref
 from xinfer_vk.kernels.rope import rope_table
 from xinfer_vk.models.config import ModelConfig
@@ -25,7 +25,7 @@ from xinfer_vk.models.graph import RopeTable
 from xinfer_vk.models.rope_scaling import rope_factor, rope_inv_freq
 from xinfer_vk.plan import Buffer, BufferKind, Runtime
 
-MIXED = -1  # CachedSequence.rope_key of keys that were not all rotated by the same frequencies
+AT_ONCE = 4096  # positions
 
 
 class RopeTables:
@@ -59,39 +59,37 @@ class RopeTables:
         for sequence, count in chunks:
             end = sequence.length + count
             length = max(sequence.expected, end)
-            key = self._key(length)
+            key = self.key(length)
             sequence.rope_key = key if sequence.length == 0 or sequence.rope_key == key else MIXED
             freq = rope_inv_freq(self._config, length=length)
             rows.append(rope_table(freq, np.arange(sequence.length, end), rope_factor(self._config)))
         words = np.concatenate(rows).reshape(-1).view(np.uint32)
         self._runtime.write(self.tables["global"].ref.buffer, 0, words)
 
-    def fits(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether the cached keys are rotated as they would be in a sequence of ``length`` tokens."""
-        return sequence.length == 0 or sequence.rope_key == self._key(length)
-
-    def must_recompute(self, sequence: CachedSequence) -> bool:
-        """Whether the next token makes the sequence so long that its cached keys are rotated by the wrong
-        factors of longrope. (With dynamic scaling they stay: the frequencies change a little with every
-        token.)"""
+    @property
+    def renews(self) -> bool:
+        """Whether cached keys must be computed again once a longer sequence rotates them in another way, as
+        with longrope. (With dynamic scaling they stay: the frequencies change a little with every token.)"""
         scaling = self._config.rope_scaling
-        longrope = scaling is not None and scaling.type == "longrope"
-        return longrope and not self.fits(sequence, max(sequence.expected, sequence.length + 1))
+        return scaling is not None and scaling.type == "longrope"
 
     def free(self) -> None:
         for buffer in self._buffers:
             self._runtime.free(buffer)
         self._buffers.clear()
 
-    def _key(self, length: int) -> int:
+    def key(self, length: int) -> int:
+        """What decides how the keys of a sequence of ``length`` tokens are rotated: a number."""
         scaling = self._config.rope_scaling
         return 0 if scaling is None else scaling.key(length)
 
     def _table(self, kind: str, positions: int) -> RopeTable:
         freq, factor = rope_inv_freq(self._config, kind), rope_factor(self._config, kind)
-        values = rope_table(freq, np.arange(positions), factor)
-        ref = self._allocate(kind, values.size, BufferKind.WEIGHTS)
-        self._runtime.write(ref.buffer, 0, values.reshape(-1).view(np.uint32))
+        width = 2 * len(freq)  # words of a position
+        ref = self._allocate(kind, positions * width, BufferKind.WEIGHTS)
+        for first in range(0, positions, AT_ONCE):  # a long context's cosines in float64 would take 100 MB
+            values = rope_table(freq, np.arange(first, min(first + AT_ONCE, positions)), factor)
+            self._runtime.write(ref.buffer, first * width, values.reshape(-1).view(np.uint32))
         return RopeTable(ref)
 
     def _allocate(self, kind: str, words: int, buffer_kind: BufferKind) -> Ref:

@@ -71,9 +71,7 @@ def quantize_model(
     _refuse_itself(out, [model])
     refuse_existing(out, overwrite)
     with open_model(model) as source:
-        _refuse_itself(
-            out, [source.path, *(file.path for tensor in source.tensors.values() for file in tensor.files)]
-        )
+        _refuse_itself(out, source.files)
         if source.kind == "gguf":
             keys, tensors = _from_gguf(source)
         else:

@@ -19,6 +19,7 @@ from xinfer_vk.engine.positions import RopeTables
 from xinfer_vk.kernels import state as state_layout
 from xinfer_vk.kernels.attention import appends, planned_context, query_tile
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.copy_region import list_words, region_list
 from xinfer_vk.kernels.matmul import planned_rows
 from xinfer_vk.kernels.matmul_a8 import FORMATS as A8_FORMATS
 from xinfer_vk.kernels.quantize_rows import quantized_words
@@ -84,7 +85,7 @@ class ModelRunner:
     ``max_tokens`` bounds the rows of a step, ``cache.capacity`` the positions. Prefills should take
     ``prefill_tokens`` a step: at first as many, fewer once a single dispatch was seen to take too long.
     Plans are recorded on first use, one for each (planned tokens, outputs bucket, head) and kind of batch;
-    ``progress(done, total)`` hears of the pipelines made for them. ``activation_dtype``: of the inputs of
+    ``progress(done, total)`` is called as pipelines compile. ``activation_dtype``: of the inputs of
     products, "f32", or "int8" where the weights' format allows it.
     """
 
@@ -102,7 +103,7 @@ class ModelRunner:
         self.activation_dtype = activation_dtype
         self._progress = progress
         self.runtime, self.config, self.weights, self.cache = runtime, config, weights, cache
-        held = min(cache.capacity * cache.max_sequences, cache.allocator.count * state_layout.BLOCK_TOKENS)
+        held = min(cache.capacity * cache.max_sequences, cache.pool.count * state_layout.BLOCK_TOKENS)
         chunk = min(bucket(max_tokens), bucket(held))  # of all sequences together
         self.max_tokens = min(max(chunk, bucket(cache.max_sequences)), state_layout.MAX_TOKENS)
         self.max_outputs = min(bucket(max_outputs), max(self.max_tokens, bucket(cache.max_sequences)))
@@ -123,8 +124,11 @@ class ModelRunner:
         self._buffers: list[Buffer] = []
         self.rope = RopeTables(runtime, config, cache.capacity, self.max_tokens)
         try:
-            words = state_layout.state_words(cache.max_sequences, self._table_stride)
+            tables = state_layout.state_words(cache.max_sequences, self._table_stride)
+            words = tables + list_words(cache.max_sequences)
             self._state = self._allocate("step state", words, BufferKind.STATE)
+            self._copy_list = tables
+            self._copies: Recorded | None = None
             self._result = self._allocate("result tokens", self.max_outputs * MAX_AHEAD, BufferKind.RESULT)
             self._words, self._results = runtime.mapped(self._state), runtime.mapped(self._result)
             self._words[state_layout.TABLE_STRIDE] = self._table_stride
@@ -160,17 +164,30 @@ class ModelRunner:
     def run(
         self, chunks: Sequence[Chunk], head: Head = "argmax", stopped: Callable[[], bool] | None = None
     ) -> np.ndarray:
+        """:meth:`run_rows`, for those who trust every row. Raises :class:`NumericError` on NaN and +inf."""
+        out = self.run_rows(chunks, head, stopped)
+        if head in ("logits", "hidden"):
+            if not (out < np.inf).all():  # NaN is not, either
+                check_tokens(np.array([NAN_TOKEN]), [chunks[0].sequence.length], self.steps_run)
+            return out
+        positions = [chunk.sequence.length for chunk in chunks if chunk.outputs != "none"]
+        check_tokens(out, positions if len(positions) == len(out) else positions * len(out), self.steps_run)
+        return out
+
+    def run_rows(
+        self, chunks: Sequence[Chunk], head: Head = "argmax", stopped: Callable[[], bool] | None = None
+    ) -> np.ndarray:
         """Append every chunk to its sequence and return, in order, for the rows asked for:
 
-        * ``head="argmax"``: token ids, ``int64 [rows]``
-        * a :class:`SamplerVariant`, from ``sampler.write_params``: sampled token ids, ``int64 [rows]``
+        * ``head="argmax"``: token ids, ``int64 [rows]``, :data:`NAN_TOKEN` for a row with NaN or +inf
+        * a :class:`SamplerVariant`, from ``sampler.write_params``: sampled token ids, ``int64 [rows]``, or
+          :data:`NAN_TOKEN`, or :data:`NO_TOKEN` for a row without a possible token
         * ``head="logits"``: ``float32 [rows, vocabulary]``
         * ``head="hidden"``: the final norm's rows, ``float32 [rows, hidden size]``; the head does not run
         * ``head="logprobs"``: nothing; ``sampler.read_logprobs`` has those of the rows' targets
 
         A step of many tokens may take seconds: between its submits ``stopped`` may say that it is not wanted
-        any more, which raises :class:`StepStopped`. Raises :class:`OutOfMemoryError` when the cache is full
-        and :class:`NumericError` on NaN and +inf.
+        any more, which raises :class:`StepStopped`. Raises :class:`OutOfMemoryError` when the cache is full.
         """
         rows = self._prepare(chunks)
         total = sum(len(chunk.token_ids) for chunk in chunks)
@@ -189,7 +206,7 @@ class ModelRunner:
         for chunk in chunks:
             chunk.sequence.length += len(chunk.token_ids)
         self.steps_run += 1
-        return self._finish(chunks, rows, head)
+        return self._finish(rows, head)
 
     def decode(
         self,
@@ -199,9 +216,9 @@ class ModelRunner:
         steps: int = 1,
     ) -> list[list[int]]:
         """Decode steps: ``tokens`` are the last of each sequence, and what a step chooses is the next one's
-        input. Returns the tokens chosen, a list for each step; fewer than ``steps`` where a later one had NaN
-        in its logits. ``head`` is argmax or a :class:`SamplerVariant`, for several steps one without
-        log-probabilities. The cache holds the inputs of all steps afterwards.
+        input. Returns the tokens chosen, a list for each step, with :data:`NAN_TOKEN` or :data:`NO_TOKEN` in
+        a row that has none; what follows in that row means nothing, and its sequence ends before that step.
+        ``head`` is argmax or a :class:`SamplerVariant`, for several steps one without log-probabilities.
 
         All of this runs between two submits, while the device waits, and with caches that its work has
         emptied: so it touches as little as it can. Raises what :meth:`run` raises."""
@@ -219,15 +236,16 @@ class ModelRunner:
         self.bytes_read += steps * rows * WORD_BYTES
         results, width = self._results, self.max_outputs
         chosen = [results[at : at + rows].tolist() for at in range(0, steps * width, width)]
-        good = 0
-        while good < steps and max(chosen[good]) < NO_TOKEN:
-            good += 1
-        if good == 0:
-            positions = [sequence.length + 1 for sequence in sequences]
-            check_tokens(chosen[0], positions, self.steps_run - steps + 1)
-        for sequence in sequences:
-            sequence.length += good
-        return chosen[:good]  # what went wrong is run again, and told then
+        if max(map(max, chosen)) < NO_TOKEN:
+            for sequence in sequences:
+                sequence.length += steps
+            return chosen
+        for row, sequence in enumerate(sequences):
+            good = 0
+            while good < steps and chosen[good][row] < NO_TOKEN:
+                good += 1
+            sequence.length += max(good, 1)
+        return chosen
 
     def steps_ahead(self, sequences: int, most: int) -> int:
         """How many decode steps of so many sequences may be run as one: a power of two, at most ``most``,
@@ -271,9 +289,27 @@ class ModelRunner:
         self.bytes_read += self.sampler.logprobs_bytes(row)
         return logprobs
 
+    def make_copies(self) -> None:
+        """Copy the blocks that the cache wants copied; every step does it first."""
+        cache, most = self.cache, self.cache.max_sequences
+        if not cache.copies:
+            return
+        if self._copies is None:
+            began = time.perf_counter()
+            steps = cache.copy_steps(self._state, self._copy_list)
+            self._copies = self.runtime.prepare(Plan("copied blocks", tuple(steps)))
+            self.compile_s += time.perf_counter() - began
+        regions = cache.copy_list()
+        for at in range(0, len(regions), most):
+            self._write(self._copy_list, region_list(regions[at : at + most]))
+            self._copies.run()
+            self.device_s += self._copies.seconds
+        cache.copied()
+
     def free(self) -> None:
         """Give the device memory back, the cache's not included."""
         self._plans.clear()
+        self._copies = None
         self.rope.free()
         for buffer in self._buffers:
             self.runtime.free(buffer)
@@ -299,6 +335,7 @@ class ModelRunner:
     def _write_batch(self, chunks: Sequence[Chunk]) -> int:
         s, host = state_layout, self._words
         self._decoding = []
+        self.make_copies()
         row = tiles = rows = 0
         for chunk in chunks:
             sequence, count = chunk.sequence, len(chunk.token_ids)
@@ -331,6 +368,8 @@ class ModelRunner:
         """The same for one token of each sequence, whose logits are wanted. Most of it stands in the buffer
         since the step before."""
         s, host = state_layout, self._words
+        if self.cache.copies:
+            self.make_copies()
         rows = [sequence.row for sequence in sequences]
         if rows != self._decoding:
             self._write(s.SEQUENCE, rows)
@@ -426,21 +465,16 @@ class ModelRunner:
 
     # -- finish -------------------------------------------------------------------------------
 
-    def _finish(self, chunks: Sequence[Chunk], rows: int, head: Head) -> np.ndarray:
+    def _finish(self, rows: int, head: Head) -> np.ndarray:
         if rows == 0 or head == "logprobs":
             return np.empty(0, np.int64)
         if head in ("logits", "hidden"):
             logits = self._activations.logits if head == "logits" else self._activations.final
             words = self.runtime.read(logits.ref.buffer, logits.ref.offset, rows * logits.stride)
             self.bytes_read += words.nbytes
-            out = words.view(np.float32).reshape(rows, logits.stride)
-            if not (out < np.inf).all():  # NaN is not, either
-                check_tokens(np.array([NAN_TOKEN]), [chunks[0].sequence.length], self.steps_run)
-            return out
+            return words.view(np.float32).reshape(rows, logits.stride)
         words = self.runtime.read(self._result, 0, rows)
         self.bytes_read += words.nbytes
-        positions = [chunk.sequence.length for chunk in chunks if chunk.outputs != "none"]
-        check_tokens(words, positions if len(positions) == rows else positions * rows, self.steps_run)
         return words.astype(np.int64)
 
     def _quantized_width(self) -> int:
@@ -465,6 +499,7 @@ def make_runner(
     capacity: int,
     sequences: int = 1,
     total: int | None = None,
+    blocks: int | None = None,
     max_tokens: int = 512,
     max_outputs: int = MAX_OUTPUTS,
     progress: Callable[[int, int], None] | None = None,
@@ -481,6 +516,7 @@ def make_runner(
         capacity=capacity,
         sequences=sequences,
         total=total,
+        blocks=blocks,
     )
     try:
         return ModelRunner(

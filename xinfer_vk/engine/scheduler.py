@@ -1,366 +1,306 @@
-"""Which tokens go into the next step, for any number of generations on one cache.
+"""Which tokens go into the next step, for any number of requests over one pool of blocks.
 
-Each step takes one token of every generation that is past its prompt, then prompt tokens of the others
-as far as the step has room: prefill and decode share a ragged batch (Yu et al. 2022, "Orca"; Agrawal et
-al. 2023, "Sarathi": chunked prefill). A generation is admitted only when the cache has room for all it
-may come to need, so none is ever thrown out half-way.
+Pure: no device and no clock, so that a step can be replayed and tests can drive it at random. A step takes
+one token of every request that is past its prompt, and shares what room is left among the prompts: prefill
+and decode run in one ragged batch (Yu et al. 2022, "Orca"; Agrawal et al. 2023, "Sarathi": chunked prefill).
+
+Blocks are taken when they are needed. When there is none, the request that came last, of those of the worst
+priority, gives its blocks back and is computed again later: it goes to the front of the queue, and mostly
+finds its blocks where it left them. The request that came first always runs on, so all come to their ends.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-import numpy as np
-
-from xinfer_vk.engine.config import Sampler
-from xinfer_vk.engine.generation import Generation
-from xinfer_vk.engine.runner import Chunk, Head, ModelRunner, StepStopped
-from xinfer_vk.errors import UsageError
+from xinfer_vk.blocks import Sequences, common_prefix
+from xinfer_vk.engine.request import Request
+from xinfer_vk.errors import UsageError, setting
 from xinfer_vk.kernels.state import BLOCK_TOKENS
-from xinfer_vk.plan import Plan
-from xinfer_vk.sampling import reference
-from xinfer_vk.sampling.device import RowParams
-from xinfer_vk.sampling.logprobs import TokenLogprobs, logprobs_of
-from xinfer_vk.sampling.params import SamplingParams
 
-UNDER_WAY = "another generation is under way on this LLM: finish or cancel it first"
+Outputs = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """The next tokens of one request. ``outputs``: the rows whose logits are wanted."""
+
+    request: Request
+    tokens: Sequence[int]
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one submit computes: ``steps`` decode steps of ``chunks`` of one token each, or one step of chunks
+    of any size. ``admitted``: requests that begin, or begin again, with it."""
+
+    chunks: list[Scheduled]
+    steps: int = 1
+    decoding: bool = False
+    admitted: list[Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a request in a step: the ``tokens`` chosen that count, whether it has ``ended``, and
+    whether its blocks must not be used again (``failed``: NaN)."""
+
+    request: Request
+    tokens: Sequence[int] = ()
+    ended: bool = False
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a step: ``tokens`` computed (the budget), ``requests`` that run, ``outputs`` that are read."""
+
+    tokens: int
+    requests: int
+    outputs: int
 
 
 class Scheduler:
-    """Runs generations to their ends over one :class:`ModelRunner`.
-
-    ``sampler``: "device" brings four bytes a token back, "cpu" the whole row of logits, and samples
-    with the NumPy reference. ``progress(done, total)`` hears of prompt tokens. ``lock`` is held during a
-    step: several schedulers may share a runner, from several threads, and each step has the state buffer
-    and the sampler to itself. ``check`` is called before each step, with the lock; it raises if
-    there must be no more steps.
-    """
+    """``limits``: of the next step. ``kind``: what decides how keys are rotated, by a sequence's length.
+    ``renews``: whether keys rotated by another kind must be computed again. ``ahead(requests, most)``: how
+    many decode steps of so many requests one submit may take."""
 
     def __init__(
         self,
-        runner: ModelRunner,
-        sampler: Sampler = "device",
-        progress: Callable[[int, int], None] | None = None,
-        lock: AbstractContextManager[Any] | None = None,
-        check: Callable[[], None] | None = None,
+        sequences: Sequences,
+        limits: Callable[[], Limits],
+        *,
+        kind: Callable[[int], int] = lambda length: 0,
+        renews: bool = False,
+        ahead: Callable[[int, int], int] = lambda requests, most: 1,
     ) -> None:
-        self.runner, self.sampler = runner, sampler
-        self._check = check or (lambda: None)
-        self._lock = lock or nullcontext()
-        self._progress = progress
-        self._waiting: deque[Generation] = deque()
-        self._running: list[Generation] = []
-        self._reserved: dict[Generation, int] = {}  # blocks promised to a running generation
-        self._counted: tuple[Plan | None, int] = None, 1  # see dispatches
-        self.tokens_chosen = 0
-        self.bytes_read = 0
-        self._decoded = False
-
-    def add(self, generation: Generation) -> None:
-        if generation.params.logits_processors:
-            self.sampler = "cpu"  # for all rows: the sampler's history on the device would miss tokens
-        self._waiting.append(generation)
+        self.sequences = sequences
+        self._limits, self._kind, self._renews, self._ahead = limits, kind, renews, ahead
+        self._waiting: list[tuple[tuple[int, int], Request]] = []  # a heap, by rank
+        self._running: list[Request] = []  # in order of their admission
+        self._arrivals = 0
+        self.preemptions = 0  # so far
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
 
     @property
-    def dispatches(self) -> int:
-        """Of the last step, of one with decode tokens if there was any."""
-        plan, steps = self._counted
-        return len(plan.steps) // steps if plan is not None else 0
+    def requests(self) -> list[Request]:
+        """All that have not ended, those that run first."""
+        return [*self._running, *(request for _, request in sorted(self._waiting, key=lambda w: w[0]))]
 
-    def step(self) -> list[Generation]:
-        """One step of the model; the generations that ended in it. Stopped ones end before it.
+    @property
+    def waiting(self) -> list[Request]:
+        """In no order."""
+        return [request for _, request in self._waiting]
 
-        Raises :class:`UsageError` when others have all rows of the cache, and what the runner raises.
-        """
-        with self._lock:
-            self._check()
-            read = self.runner.bytes_read
-            try:
-                return self._step()
-            finally:
-                self.bytes_read += self.runner.bytes_read - read
+    @property
+    def running(self) -> Sequence[Request]:
+        return self._running
 
-    def _step(self) -> list[Generation]:
-        ended = self._end_stopped()
-        self._admit()
-        self._renew_keys()
-        if self._running and all(g.prefilled for g in self._running):
-            self._decode()
-        elif batch := self._batch():
-            self._run(batch)
-        done = [g for g in self._running if g.finish_reason is not None]
-        for generation in done:
-            self._release(generation)
-        return ended + done
+    def add(self, request: Request) -> None:
+        """Raises :class:`UsageError` for a request that the pool could never hold."""
+        pool = self.sequences.pool.count * BLOCK_TOKENS
+        if request.prompt >= min(pool, self.sequences.capacity):
+            raise UsageError(
+                f"the prompt is {request.prompt} tokens, and the KV cache has room for {pool}: use a larger "
+                f"{setting('kv_memory')} or a shorter prompt"
+            )
+        request.most = min(request.most, min(pool, self.sequences.capacity) - request.prompt)
+        request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        heapq.heappush(self._waiting, (request.rank, request))
 
-    def abandon(self, reason: str = "interrupted") -> list[Generation]:
-        """End everything now; the generations that were not at their end keep what they have."""
-        with self._lock:
-            unfinished = [*self._running, *self._waiting]
-            for generation in unfinished:
-                generation.finish(reason)
-                self._release(generation)
-            self._waiting.clear()
-        return unfinished
+    def abort(self, request: Request) -> None:
+        """Nothing happens to one that has ended."""
+        if request.ended:
+            return
+        request.ended = True
+        if request.sequence is None:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+        else:
+            self._release(request)
 
-    # -- who runs -----------------------------------------------------------------------------
+    def make_room(self, tokens: int) -> None:
+        """Have a row and blocks for ``tokens`` of somebody else's, if need be those of requests that run."""
+        wanted = -(-tokens // BLOCK_TOKENS)
+        while self._running and (not self.sequences.has_row or self.sequences.pool.free_blocks < wanted):
+            self._preempt(max(self._running, key=lambda r: r.rank))
 
-    def _end_stopped(self) -> list[Generation]:
-        ended = [g for g in (*self._running, *self._waiting) if g.stop_event.is_set()]
-        for generation in ended:
-            generation.finish("interrupted")
-            self._release(generation)
-        if ended:
-            self._waiting = deque(g for g in self._waiting if g.finish_reason is None)
+    # -- a step -----------------------------------------------------------------------------------
+
+    def schedule(self) -> StepBatch | None:
+        """What the next step computes; None if there is nothing to do."""
+        limits = self._limits()
+        if self._renews:
+            self._begin_again()
+        admitted = self._admit(limits)
+        alone = next((r for r in self._running if r.wants_rows), None)
+        if alone is not None:
+            count = min(alone.prompt - 1 - alone.computed, limits.tokens, limits.outputs)
+            if self._reserve(alone, count, admitted):
+                at = alone.computed
+                chunk = Scheduled(alone, alone.tokens[at : at + count], "all")
+                return StepBatch([chunk], admitted=admitted)
+        if self._running and all(r.decoding for r in self._running):
+            return self._decode(admitted)
+        return self._mix(limits, admitted)
+
+    def update(self, rows: Iterable[Row]) -> list[Request]:
+        """Take what a step gave; the requests that ended with it. The runner has moved ``length`` of their
+        sequences on."""
+        ended = []
+        for row in rows:
+            request, sequence = row.request, row.request.sequence
+            if request.ended or sequence is None:
+                continue
+            request.tokens.extend(row.tokens)
+            if row.failed:
+                self.sequences.distrust(sequence)
+            if row.ended:
+                request.ended = True
+                self._release(request)
+                ended.append(request)
+            else:
+                self.sequences.note(sequence, request.tokens)
         return ended
 
-    def _admit(self) -> None:
-        cache = self.runner.cache
-        while self._waiting and len(self._running) < min(cache.max_sequences, self.runner.max_outputs):
-            generation = self._waiting[0]
-            leader = generation.leader
-            if leader is not None and leader.finish_reason is None and not leader.prefilled:
-                return  # its prompt's blocks will be there soon
-            blocks = -(-generation.needs_capacity // BLOCK_TOKENS)
-            if cache.promised + blocks > cache.allocator.count:
-                if self._running:
-                    return
-                raise UsageError(UNDER_WAY)  # the others are another scheduler's
-            prompt = len(generation.prompt_ids)
-            if (
-                leader is not None
-                and leader.sequence is not None
-                and leader.prefilled
-                and cache.has_row
-                and self.runner.rope.fits(leader.sequence, prompt)
-            ):
-                shared = prompt - 1  # the last token must run: its logits are wanted
-                generation.sequence = cache.fork(leader.sequence, shared)
-                generation.fed = generation.sequence.length
-            elif generation.sequence is None:
-                if not cache.has_row:
-                    if self._running:
-                        return
-                    raise UsageError(UNDER_WAY)
-                generation.sequence = cache.open()
-            generation.sequence.expected = prompt  # of a conversation's, it is another one at every turn
-            generation.metrics.reused_tokens = generation.fed
-            self._reserved[generation] = blocks
-            cache.promised += blocks
-            self._running.append(self._waiting.popleft())
-            if self._on_device(generation) and generation.params.has_penalties:
-                self.runner.sampler.write_history(generation.sequence.row, generation.prompt_ids)
+    # -- who runs ---------------------------------------------------------------------------------
 
-    def _release(self, generation: Generation) -> None:
-        if generation.sequence is not None and not generation.keep_sequence:
-            self.runner.cache.close(generation.sequence)
-            generation.sequence = None
-        self.runner.cache.promised -= self._reserved.pop(generation, 0)
-        if generation in self._running:
-            self._running.remove(generation)
-
-    # -- what runs ----------------------------------------------------------------------------
-
-    def _batch(self) -> list[tuple[Generation, Chunk]]:
-        room = self.runner.prefill_tokens
-        batch: list[tuple[Generation, Chunk]] = []
-        for generation in self._running:
-            left = len(generation.prompt_ids) - 1 - generation.fed
-            if generation.want_prompt_logprobs and left > 0:
-                # A step of its own, whose every row is read: others wait for the few it takes.
-                assert generation.sequence is not None
-                tokens = generation.next_tokens(min(left, room, self.runner.max_outputs))
-                return [(generation, Chunk(generation.sequence, tokens, "all"))]
-        for generation in sorted(self._running, key=lambda g: not g.prefilled):
-            assert generation.sequence is not None
-            if room == 0:
+    def _admit(self, limits: Limits) -> list[Request]:
+        admitted: list[Request] = []
+        if not self._waiting:
+            return admitted
+        pool = self.sequences.pool
+        # What the prompts that run will still take is theirs.
+        promised = sum(self.sequences.missing(r.sequence, r.left) for r in self._running if r.sequence)
+        while self._waiting and len(self._running) < limits.requests and self.sequences.has_row:
+            request = self._waiting[0][1]
+            needed = len(request.tokens) // BLOCK_TOKENS + 1
+            if self._running and needed > pool.free_blocks - promised:
+                # Some of its blocks may be there: a request whose beginning is shared needs fewer.
+                needed -= self._shared_blocks(request)
+                if needed > pool.free_blocks - promised:
+                    break
+            if self._comes_soon(request):
                 break
-            tokens = generation.next_tokens(room)
-            last = generation.prefilled or generation.fed + len(tokens) == len(generation.prompt_ids)
-            batch.append((generation, Chunk(generation.sequence, tokens, "last" if last else "none")))
-            room -= len(tokens)
-        return batch
+            heapq.heappop(self._waiting)
+            sequence = request.sequence = self.sequences.open(len(request.tokens))
+            most = 0 if request.wants_rows else len(request.tokens) - 1
+            kind = self._kind(len(request.tokens))
+            self.sequences.begin(sequence, request.tokens, kind, request.salt, most)
+            if request.preempted == 0:
+                request.reused = sequence.length
+            promised += self.sequences.missing(sequence, request.left)
+            self._running.append(request)
+            admitted.append(request)
+        return admitted
 
-    def _renew_keys(self) -> None:
-        """Run everything but the token chosen last anew where positions are told in another way from now
-        on."""
-        for generation in self._running:
-            sequence = generation.sequence
-            assert sequence is not None
-            if not (generation.prefilled and self.runner.rope.must_recompute(sequence)):
-                continue
-            tokens = generation.tokens
-            self.runner.cache.truncate(sequence, 0)
-            sequence.expected = len(tokens)
-            for at in range(0, len(tokens) - 1, self.runner.max_tokens):
-                piece = tokens[at : min(at + self.runner.max_tokens, len(tokens) - 1)]
-                self.runner.run([Chunk(sequence, piece, "none")])
+    def _shared_blocks(self, request: Request) -> int:
+        """Blocks of a request's beginning that others use now, and that so cost nothing."""
+        kind = self._kind(len(request.tokens))
+        hit = self.sequences.find(request.tokens, kind, request.salt, len(request.tokens) - 1)
+        used = sum(self.sequences.pool.users(block) > 1 for block in hit.blocks)
+        self.sequences.drop(hit)
+        return used
 
-    def _run(self, batch: list[tuple[Generation, Chunk]]) -> None:
-        """A step of the model. Plans that are recorded for it count as compiling, not as its time."""
-        began, compiled = time.perf_counter(), self.runner.compile_s
-        first, chunk = batch[0]
-        if chunk.outputs == "all":
-            self._run_prompt_logprobs(first, chunk)
-            self._note_prompts(batch, began, compiled)
-            return
-        choosing = [g for g, c in batch if c.outputs == "last"]
-        head = self._head(choosing)
-        decoding = any(g.prefilled for g, _ in batch)
-        try:
-            out = self.runner.run([c for _, c in batch], head, self._nobody_waits)
-        except StepStopped:
-            return  # the next step ends them
-        if decoding or not self._decoded:
-            self._decoded, self._counted = decoding, (self.runner.last_plan, 1)
-        self._note_prompts(batch, began, compiled)
-        now, compile_s = time.perf_counter(), self.runner.compile_s - compiled
-        self.tokens_chosen += len(choosing)
-        for row, generation in enumerate(choosing):
-            token, logprobs = self._choice(out, row, generation, head)
-            generation.accept(token, logprobs, now, compile_s)
+    def _comes_soon(self, request: Request) -> bool:
+        """Whether a request that runs is about to compute a beginning of this one's, which then need not be
+        computed twice: of samples of one prompt the first computes it."""
+        if request.every_row:
+            return False
+        for other in self._running:
+            if other.computed < other.prompt - 1 and other.salt == request.salt:
+                common = common_prefix(other.tokens, request.tokens)
+                if common // BLOCK_TOKENS > other.computed // BLOCK_TOKENS:
+                    return True
+        return False
 
-    def _nobody_waits(self) -> bool:
-        return all(g.stop_event.is_set() for g in self._running)
+    def _begin_again(self) -> None:
+        """Requests whose cached keys were rotated in another way than their next token will be are computed
+        again (longrope)."""
+        for request in list(self._running):
+            sequence = request.sequence
+            if sequence is not None and sequence.length:
+                length = max(sequence.expected, sequence.length + 1)
+                if sequence.rope_key != self._kind(length):
+                    self._preempt(request)
 
-    def _decode(self) -> None:
-        """A decode step of everything that runs, or several at once. What a generation chose after its end is
-        thrown away."""
-        running, runner = self._running, self.runner
-        began, compiled = time.perf_counter(), runner.compile_s
-        head = self._head(running)
-        if head == "logits":
-            self._run(self._batch())
-            return
-        steps = self._steps_ahead()
-        sequences = [g.sequence for g in running if g.sequence is not None]
-        out = runner.decode(sequences, [g.generated[-1] for g in running], head, steps)
-        self._decoded, self._counted = True, (runner.last_plan, steps)
-        compile_s = runner.compile_s - compiled
-        each = (time.perf_counter() - began - compile_s) / steps
-        if compile_s:
-            for generation in running:
-                generation.metrics.compile_s += compile_s
-        for step, tokens in enumerate(out):
-            now = began + compile_s + (step + 1) * each
-            for row, (generation, token) in enumerate(zip(running, tokens)):
-                if generation.finish_reason is None:
-                    self.tokens_chosen += 1
-                    generation.accept(token, self._logprobs(row, generation), now, 0.0 if step else compile_s)
-                    if generation.finish_reason is not None:
-                        sequence = sequences[row]
-                        runner.cache.truncate(sequence, sequence.length - len(out) + step + 1)
+    def _preempt(self, request: Request) -> None:
+        request.preempted += 1
+        self.preemptions += 1
+        self._release(request)
+        heapq.heappush(self._waiting, (request.rank, request))
 
-    def _steps_ahead(self) -> int:
-        """How many decode steps may be run before the host looks: one, where it has a say in the next."""
-        if self._waiting or any(g.watched for g in self._running):
-            return 1
-        left = min(g.params.max_new_tokens - len(g.generated) for g in self._running)
-        return self.runner.steps_ahead(len(self._running), left)
+    def _release(self, request: Request) -> None:
+        assert request.sequence is not None
+        self.sequences.finish(request.sequence, request.tokens)
+        request.sequence = None
+        self._running.remove(request)
 
-    def _note_prompts(self, batch: list[tuple[Generation, Chunk]], began: float, compiled: float) -> None:
-        now, compile_s = time.perf_counter(), self.runner.compile_s - compiled
-        for generation, chunk in batch:
-            generation.metrics.compile_s += compile_s
-            if not generation.prefilled:
-                generation.metrics.prefill_s += now - began - compile_s
-                generation.note_fed(len(chunk.token_ids), now)
-                if self._progress is not None:
-                    self._progress(generation.fed, len(generation.prompt_ids))
+    def _reserve(self, request: Request, tokens: int, admitted: list[Request]) -> bool:
+        """Blocks for a request's next tokens, if need be those of others, of worse rank. False if it had to
+        give way itself."""
+        sequence = request.sequence
+        assert sequence is not None
+        while self.sequences.missing(sequence, tokens) > self.sequences.pool.free_blocks:
+            victim = max(self._running, key=lambda r: r.rank)
+            self._preempt(victim)
+            if victim in admitted:
+                admitted.remove(victim)
+            if victim is request:
+                return False
+        self.sequences.reserve(sequence, tokens)
+        return True
 
-    # -- how tokens are chosen ------------------------------------------------------------------
+    # -- what runs --------------------------------------------------------------------------------
 
-    def _on_device(self, generation: Generation) -> bool:
-        return self.sampler == "device" and not generation.plain
+    def _decode(self, admitted: list[Request]) -> StepBatch | None:
+        steps = 1
+        if not self._waiting and not any(r.watched for r in self._running):
+            left = min(r.may_choose for r in self._running)
+            steps = self._ahead(len(self._running), left)
+            if steps > 1:
+                missing = sum(self.sequences.missing(r.sequence, steps) for r in self._running if r.sequence)
+                if missing > self.sequences.pool.free_blocks:
+                    steps = 1
+        if any(self.sequences.missing(r.sequence, steps) for r in self._running if r.sequence):
+            ready = self._reserve_all([(r, steps) for r in self._running], admitted)
+            if not ready:
+                return self.schedule()
+        else:  # as in most steps
+            ready = self._running
+        chunks = [Scheduled(request, request.tokens[-1:], "last") for request in ready]
+        return StepBatch(chunks, steps, True, admitted)
 
-    def _head(self, choosing: Sequence[Generation]) -> Head:
-        if all(g.plain for g in choosing):
-            return "argmax"
-        if self.sampler == "cpu":
-            return "logits"
-        return self.runner.sampler.write_params([row_params(g) for g in choosing])
+    def _mix(self, limits: Limits, admitted: list[Request]) -> StepBatch | None:
+        decoding = [r for r in self._running if r.decoding][: limits.tokens]
+        room = limits.tokens - len(decoding)
+        prompts = [r for r in self._running if not r.decoding]
+        # Each prompt gets an equal share; what a short one leaves goes to the others.
+        shares: dict[Request, int] = {}
+        for i, request in enumerate(sorted(prompts, key=lambda r: r.left)):
+            shares[request] = min(request.left, room // (len(prompts) - i))
+            room -= shares[request]
+        wanted = [*((r, 1) for r in decoding), *((r, shares[r]) for r in prompts if shares[r])]
+        ready = self._reserve_all(wanted, admitted)
+        if not ready:
+            return self.schedule() if self._waiting or self._running else None
+        chunks = []
+        for request in ready:
+            at, count = request.computed, 1 if request in decoding else shares[request]
+            last = at + count == len(request.tokens)
+            chunks.append(Scheduled(request, request.tokens[at : at + count], "last" if last else "none"))
+        return StepBatch(chunks, admitted=admitted)
 
-    def _choice(
-        self, out: np.ndarray, row: int, generation: Generation, head: Head
-    ) -> tuple[int, TokenLogprobs | None]:
-        if head == "logits":
-            params = row_params(generation)
-            position = len(generation.tokens)
-            early = params.end_tokens if position < params.end_from else ()
-            raw = out[row]
-            logits = processed(generation, raw)
-            sampled = reference.sample(
-                logits,
-                generation.params,
-                generation.tokens,
-                params.seed,
-                params.sequence,
-                position,
-                banned=(*params.banned, *early),
-            )
-            if logits is raw or sampled.logprobs is None:
-                return sampled.token, sampled.logprobs
-            return sampled.token, logprobs_of(raw, sampled.token, generation.params.logprobs or 0)
-        return int(out[row]), self._logprobs(row, generation)
-
-    def _logprobs(self, row: int, generation: Generation) -> TokenLogprobs | None:
-        """Those of the token that was just chosen on the device, if they are wanted."""
-        return None if generation.params.logprobs is None else self.runner.read_logprobs(row)
-
-    def _run_prompt_logprobs(self, generation: Generation, chunk: Chunk) -> None:
-        """Prompt tokens whose log-probabilities are wanted: each row's target is the token after it."""
-        ids, at, count = generation.prompt_ids, generation.fed, len(chunk.token_ids)
-        params = SamplingParams(logprobs=generation.params.logprobs or 0)
-        targets = ids[at + 1 : at + 1 + count]
-        if self.sampler == "cpu":
-            logits = self.runner.run([chunk], "logits")
-            generation.prompt_logprobs += [
-                logprobs_of(row, target, params.logprobs or 0) for row, target in zip(logits, targets)
-            ]
-            return
-        self.runner.sampler.write_params([RowParams(params, target=target) for target in targets])
-        self.runner.run([chunk], "logprobs")
-        generation.prompt_logprobs += [self.runner.read_logprobs(row) for row in range(count)]
-
-
-def processed(generation: Generation, logits: np.ndarray) -> np.ndarray:
-    """The row after the caller's own functions, which get a copy. Raises :class:`UsageError` for one that
-    returns anything but such a row."""
-    for function in generation.params.logits_processors:  # type: ignore[union-attr]
-        out = np.asarray(function(generation.tokens, logits.copy()))
-        name = getattr(function, "__name__", type(function).__name__)
-        if out.shape != logits.shape or out.dtype.kind not in "fiu":
-            raise UsageError(
-                f"logits processor {name} returned {out.dtype} of shape {list(out.shape)}: it must return "
-                f"the logits, float32 of shape {list(logits.shape)}"
-            )
-        logits = out.astype(np.float32)
-        if np.isnan(logits).any() or np.isposinf(logits).any():
-            raise UsageError(f"logits processor {name} returned NaN or +inf: ban tokens with -inf")
-    return logits
-
-
-def row_params(generation: Generation) -> RowParams:
-    """How the generation's next token is chosen, for the device; the same object while nothing changes."""
-    if generation.row_params is not None and generation.banned.always:
-        return generation.row_params
-    p = generation.params
-    assert generation.sequence is not None
-    generation.row_params = RowParams(
-        params=p,
-        seed=generation.seed,
-        sequence=generation.sample,
-        history=generation.sequence.row if p.has_penalties else None,
-        banned=generation.banned.after(generation.tokens),
-        end_tokens=tuple(sorted(generation.end_ids)) if p.min_new_tokens else (),
-        end_from=len(generation.prompt_ids) + p.min_new_tokens if p.min_new_tokens else 0,
-    )
-    return generation.row_params
+    def _reserve_all(self, wanted: list[tuple[Request, int]], admitted: list[Request]) -> list[Request]:
+        """Those of ``wanted`` that have their blocks: the best ranks first, since they may take others'."""
+        for request, tokens in sorted(wanted, key=lambda pair: pair[0].rank):
+            if request.sequence is not None:
+                self._reserve(request, tokens, admitted)
+        return [request for request, _ in wanted if request.sequence is not None]

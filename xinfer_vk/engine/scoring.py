@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xinfer_vk.cache import CachedSequence
+from xinfer_vk.blocks import CachedSequence
 from xinfer_vk.engine.runner import Chunk, ModelRunner
 
 
@@ -23,18 +23,18 @@ class AnswerScore:
         return sum(self.logprobs)
 
 
-def score(runner: ModelRunner, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[AnswerScore]:
+def score(
+    runner: ModelRunner, sequence: CachedSequence, prompt: Sequence[int], answers: Sequence[Sequence[int]]
+) -> list[AnswerScore]:
     """Score each answer after the prompt, which runs once, unless rotary positions depend on the length.
-    Raises what :meth:`ModelRunner.run` raises."""
-    sequence = runner.cache.open(len(prompt) + max(map(len, answers)))
+    ``sequence`` is empty and has room for the longest. Raises what :meth:`ModelRunner.run` raises."""
     kept = 0 if runner.rope.by_length else len(prompt) - 1
     scores = []
-    try:
-        for answer in answers:
-            runner.cache.truncate(sequence, min(kept, sequence.length))
-            scores.append(AnswerScore(tuple(answer), _logprobs(runner, sequence, prompt, answer)))
-    finally:
-        runner.cache.close(sequence)
+    for answer in answers:
+        runner.cache.truncate(sequence, min(kept, sequence.length))
+        if runner.rope.by_length:
+            sequence.expected = len(prompt) + len(answer)
+        scores.append(AnswerScore(tuple(answer), _logprobs(runner, sequence, prompt, answer)))
     return scores
 
 

@@ -1,11 +1,11 @@
-"""A conversation over the KV cache: each turn prefills only what the cache does not have yet.
+"""A conversation: each turn computes only what the cache does not have yet.
 
 The cache is a memory of *tokens*, the history one of *messages*, and the chat template leads from one to the
-other. A turn renders the whole conversation, encodes it, and compares the tokens with those in the cache:
-the common beginning stays, the rest is cut off and the new tokens are run. So the cache never decides what
-the model reads, it only saves work. Going back, changing a message or the system text, and templates that
-rewrite earlier turns all come down to a shorter common beginning. An answer's own tokens are reused
-too, up to the first place where the tokenizer would cut its text differently than the model wrote it.
+other. A turn renders the whole conversation, encodes it, and is a request like any other: what the cache
+holds of its beginning is not computed again. So the cache never decides what the model reads, it only saves
+work. Going back, changing a message or the system text, and templates that rewrite earlier turns all come
+down to a shorter common beginning. An answer's own tokens are reused too, up to the first place where the
+tokenizer would cut its text differently than the model wrote it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from xinfer_vk.cache import CachedSequence, KVCache
+from xinfer_vk.engine.callbacks import as_event
 from xinfer_vk.engine.generation import Generation
-from xinfer_vk.engine.runner import ModelRunner
-from xinfer_vk.engine.scheduler import UNDER_WAY
 from xinfer_vk.engine.stream import PieceStream, pieces
 from xinfer_vk.errors import UsageError, said, setting
 from xinfer_vk.fields import quoted
@@ -49,15 +47,6 @@ class Turn:
     assistant: str
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What the cache holds of the conversation: ``tokens`` at the positions 0, 1, 2 … of ``sequence``."""
-
-    cache: KVCache
-    sequence: CachedSequence
-    tokens: list[int]
-
-
 @dataclass(frozen=True, eq=False)
 class Answer:
     """An answer to ``text`` after ``turns``, of which the model does not read the oldest ``dropped``."""
@@ -81,7 +70,7 @@ class ChatSession:
     free, so that this does not happen at every turn; ``messages`` and the system text keep everything.
     "refuse" raises :class:`UsageError` and changes nothing.
 
-    Between turns the session keeps its place in the KV cache until another call needs the room. One thread
+    Between turns its tokens stay in the KV cache until other calls need the room. One thread
     at a time, except for ``cancel`` and ``stop_event``. Raises :class:`UsageError` for a model without a chat
     template and for bad arguments.
     """
@@ -103,10 +92,10 @@ class ChatSession:
                 + said("or llm.generate", "or xinfer-vk generate")
             )
         if on_full not in get_args(OnFull):
-            raise UsageError(f"on_full is {on_full!r}: it is {' or '.join(get_args(OnFull))}")
-        room = llm.context or llm.config.max_position
+            raise UsageError(f"{setting('on_full')} is {on_full!r}: it is {' or '.join(get_args(OnFull))}")
+        room = llm.room
         if context is not None and not 1 <= context <= room:
-            raise UsageError(f"context is {context}: it must be between 1 and {room}")
+            raise UsageError(f"{setting('context')} is {context}: it must be between 1 and {room}")
         self.llm, self.on_full = llm, on_full
         self.template_args = dict(template_args or {})
         llm.chat_template.check_variables(self.template_args)
@@ -118,7 +107,6 @@ class ChatSession:
         self._dropped = 0  # of the oldest turns, those that the model does not read any more
         self._unanswered: str | None = None  # the last message, if it was stopped before an answer began
         self._fill: int | None = 0
-        self._kept: Kept | None = None
         self._answering: Answer | None = None
         self._current: weakref.ref[ChatStream] | None = None  # weak: an answer that is dropped ends at once
         self.messages = messages
@@ -128,7 +116,7 @@ class ChatSession:
     def __repr__(self) -> str:
         return f"<ChatSession with {self.llm.name}: {len(self._turns)} turns, context {self.context}>"
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- Properties ---------------------------------------------------------------------------
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -147,7 +135,7 @@ class ChatSession:
 
     @property
     def system(self) -> str | None:
-        """The system text. Setting it keeps the conversation, which is read anew at the next turn;
+        """The system text. Setting it keeps the conversation, which is read again at the next turn;
         :class:`ModelError` if the template does not take one, as some do."""
         return self._system
 
@@ -258,11 +246,8 @@ class ChatSession:
         self._changed()
 
     def close(self) -> None:
-        """Free the room in the KV cache. The conversation stays and can continue."""
+        """End the answer under way. The conversation stays and can continue."""
         self._stop_current()
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.cache.take_back(kept.sequence):
-            kept.cache.close(kept.sequence)
 
     # -- a turn, step by step -----------------------------------------------------------------
 
@@ -283,8 +268,7 @@ class ChatSession:
         room = self.context - len(ids)
         if params.max_new_tokens > room:
             params = params.replace(max_new_tokens=room, min_new_tokens=min(params.min_new_tokens, room))
-        generation = self.llm._generation(ids, params, started, stop_event or threading.Event())
-        generation.keep_sequence = True
+        generation = self.llm._generation(ids, params, started, as_event(stop_event))
         self._answering = Answer(generation, turns, text, dropped)
         stream = ChatStream(self, self._answering)
         self._current = weakref.ref(stream)
@@ -322,53 +306,17 @@ class ChatSession:
         )
 
     def _begin(self, answer: Answer) -> Generator[Piece, None, None]:
-        """Take the cache, cut it back to what is common, and run. Ends in :meth:`_ended`."""
+        """Run it. Ends in :meth:`_ended`."""
         if self._answering is not answer:
             raise UsageError("the conversation has gone on since this stream was made: send again")
-        llm, generation = self.llm, answer.generation
-        cache, intact = None, False
         try:
-            scheduler = llm._begin(generation, self.context)
-            cache = scheduler.runner.cache
-            with llm._lock:
-                self._take(scheduler.runner, generation)
-            yield from pieces(lambda _: scheduler, generation, llm._complete)
-            intact = True
-        except GeneratorExit:  # closed between two steps
-            intact = True
-            raise
+            yield from pieces(self.llm._begin, answer.generation, self.llm._complete)
         finally:
-            self._ended(answer, cache, intact)
+            self._ended(answer)
 
-    def _take(self, runner: ModelRunner, generation: Generation) -> None:
-        """The conversation's sequence, as far as it begins like the prompt; at least the prompt's last
-        token must run, because its logits are wanted."""
-        cache = runner.cache
-        kept, self._kept = self._kept, None
-        if kept is None or kept.cache is not cache or not cache.take_back(kept.sequence):
-            if not cache.has_row:
-                raise UsageError(UNDER_WAY)
-            generation.sequence = cache.open()
-            return
-        generation.sequence, ids = kept.sequence, generation.prompt_ids
-        generation.fed = min(common_prefix(kept.tokens, ids), len(ids) - 1)
-        if not runner.rope.fits(kept.sequence, len(ids)):
-            generation.fed = 0
-        cache.truncate(kept.sequence, generation.fed)
-
-    def _ended(self, answer: Answer, cache: KVCache | None, intact: bool) -> None:
-        """Keep the tokens for the next turn, and the turn in the conversation. After an error the cache is
-        not trusted (it may hold NaN), but what was said is kept all the same."""
+    def _ended(self, answer: Answer) -> None:
+        """Keep the turn in the conversation, whatever ended it."""
         generation, self._answering, self._current = answer.generation, None, None
-        sequence, generation.sequence = generation.sequence, None
-        if cache is not None and sequence is not None:
-            with self.llm._lock:
-                if intact:
-                    cache.truncate(sequence, min(sequence.length, len(generation.tokens)))
-                    cache.park(sequence)
-                    self._kept = Kept(cache, sequence, generation.tokens[: sequence.length])
-                else:
-                    cache.close(sequence)
         text = generation.result().text
         if text or generation.finish_reason in ("stop", "length"):
             self._turns, self._dropped = [*answer.turns, Turn(answer.text, text)], answer.dropped
@@ -418,14 +366,6 @@ class ChatStream(PieceStream):
 
     def __enter__(self) -> ChatStream:
         return self
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many elements two sequences have in common from the beginning."""
-    for i, (left, right) in enumerate(zip(a, b)):
-        if left != right:
-            return i
-    return min(len(a), len(b))
 
 
 def messages_of(system: str | None, turns: Sequence[Turn]) -> list[dict[str, str]]:

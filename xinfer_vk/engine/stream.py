@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from xinfer_vk.engine.engine import Engine
 from xinfer_vk.engine.generation import Generation, GenerationResult
-from xinfer_vk.engine.scheduler import Scheduler
 from xinfer_vk.errors import UsageError
 from xinfer_vk.text.thinking import Piece
 
@@ -22,8 +22,9 @@ from xinfer_vk.text.thinking import Piece
 class PieceStream:
     """An answer under way. Iterate to get text as it is made, whole characters only; then :attr:`result` has
     the whole. Each piece is a ``str`` that says whether it is part of the model's thinking
-    (``piece.thinking``) or of the answer. Nothing runs before the first piece is asked for. A context
-    manager: leaving it closes the stream.
+    (``piece.thinking``) or of the answer. It begins when the first piece is asked for, and then takes part in
+    every step that any call runs: pieces wait for their reader. A context manager: leaving it closes the
+    stream.
 
     Whatever ends the loop, an exception included, the generation's room in the KV cache becomes free: at
     once if the stream is dropped, and otherwise when another call needs the room.
@@ -121,9 +122,9 @@ class GenerationStream(PieceStream):
 
     def __init__(
         self,
-        begin: Callable[[Generation], Scheduler],
+        begin: Callable[[Generation], Engine],
         generation: Generation,
-        finished: Callable[[Generation, Scheduler], None],
+        finished: Callable[[Generation], None],
     ) -> None:
         super().__init__(generation, pieces(begin, generation, finished))
 
@@ -132,25 +133,28 @@ class GenerationStream(PieceStream):
 
 
 def pieces(
-    begin: Callable[[Generation], Scheduler],
+    begin: Callable[[Generation], Engine],
     generation: Generation,
-    finished: Callable[[Generation, Scheduler], None],
+    finished: Callable[[Generation], None],
 ) -> Generator[Piece, None, None]:
     """Run a generation to its end; the pieces of its text."""
-    scheduler = begin(generation)
+    engine = begin(generation)
     try:
-        while scheduler.busy:
-            scheduler.step()
+        while generation.finish_reason is None:
+            engine.advance(lambda: generation.has_news)
             yield from generation.take()
+        yield from generation.take()
+        if generation.error is not None:
+            raise generation.error
     except GeneratorExit:
         generation.leave()
         raise
-    except Exception:
-        generation.finish("error")
+    except Exception as error:
+        generation.finish("error", error)
         raise
     finally:
-        scheduler.abandon()
-        finished(generation, scheduler)
+        engine.abort(generation)
+        finished(generation)
 
 
 _streams: weakref.WeakSet[PieceStream] = weakref.WeakSet()

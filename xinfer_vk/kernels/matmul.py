@@ -214,8 +214,8 @@ def _matvecs(
     profile: DeviceProfile, fmt: str, cols: int, tokens: int, aligned: bool, quick: bool
 ) -> dict[str, Choice]:
     """Every way to use matvec, by name; those that ran first on a GPU come first. ``quick``: without those
-    that hardly ever win: 16 rows for one token, whose x is no burden, and many lanes for several tokens. For
-    16 tokens the sums of 16 rows are more than a lane has registers for."""
+    that hardly ever win: 16 rows do not pay for one token, whose x is small; nor do many lanes for several
+    tokens. For 16 tokens the sums of 16 rows are more than a lane has registers for."""
     found, tile = {}, up_to(tokens, MATVEC_TILES)
     row_groups = MATVEC_GROUPS if tile <= MATVEC_TOKENS else MATVEC_GROUPS[:1]
     for groups, reduce, lanes in itertools.product(row_groups, ("shared", "subgroup"), MATVEC_LANES):

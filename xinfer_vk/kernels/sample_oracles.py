@@ -115,7 +115,7 @@ def vocabulary_oracle(call: OracleCall) -> None:
 
 
 def _pick(row: _Row, short: bool) -> None:
-    """The row's stages and its draw; leaves the row as it is where a short list does not do."""
+    """The row's stages and its draw; leaves the row unchanged if a short list is not enough."""
     top = int(row.partials[: row.p.groups].max())
     keys, size = row.keys, lay.KEPT_IN_KEYS
     token = lay.NAN_TOKEN if top == NAN_KEY else lay.NO_TOKEN

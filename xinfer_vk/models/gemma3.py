@@ -1,5 +1,5 @@
 """Gemma 3 (Gemma Team 2025), the text model: Gemma 2's decoder without soft caps; queries and keys are
-normalized instead, and positions are told in two ways.
+normalized instead, and positions are encoded in two ways.
 
     tokens → embed · √hidden
            → [ x += RMSNorm(attention(RMSNorm(x))) → x += RMSNorm(GeGLU MLP(RMSNorm(x))) ] × layers

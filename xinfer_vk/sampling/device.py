@@ -19,7 +19,7 @@ from xinfer_vk.kernels.sample import SampleBuffers, logprobs, sample
 from xinfer_vk.kernels.sample_layout import NAN_TOKEN, NO_TOKEN
 from xinfer_vk.plan import Buffer, BufferKind, Runtime, Step
 from xinfer_vk.sampling.logprobs import TokenLogprobs, from_parts, target_logprobs
-from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.sampling.params import SamplingParams, named
 from xinfer_vk.sampling.program import RowParams, pack_row
 
 __all__ = ["NAN_TOKEN", "NO_TOKEN", "DeviceSampler", "RowParams", "SamplerVariant", "check_tokens"]
@@ -87,7 +87,7 @@ class DeviceSampler:
             used = (first - self.max_rows * lay.ROW_WORDS) // lay.BIAS_WORDS
             raise UsageError(
                 f"{used} biased or banned tokens in one batch: there is room for {self.bias_entries}; "
-                "use fewer logit_bias entries or bad_words"
+                f"use fewer of {named('logit_bias')} and {named('bad_words')}"
             )
         self._written = ()
         if records:
@@ -199,13 +199,18 @@ def _variant_of(records: np.ndarray) -> SamplerVariant:
 def check_tokens(tokens: Sequence[int] | np.ndarray, positions: Sequence[int], step: int) -> None:
     """Raise :class:`NumericError`, naming the step and the position, if a row of ``result`` is no token."""
     for token, position in zip(tokens, positions):
-        if token == NAN_TOKEN:
-            raise NumericError(
-                f"step {step}: the logits for position {position} hold NaN or +inf; run `xinfer-vk selftest` "
-                "to check the device, and check the model's weights"
-            )
-        if token == NO_TOKEN:
-            raise NumericError(
-                f"step {step}: no token is possible at position {position}: all logits are -inf or banned; "
-                "ban fewer tokens"
-            )
+        if token >= NO_TOKEN:
+            raise no_token_error(int(token), position, step)
+
+
+def no_token_error(token: int, position: int, step: int) -> NumericError:
+    """Why a row of ``result`` is no token: it is :data:`NAN_TOKEN` or :data:`NO_TOKEN`."""
+    if token == NAN_TOKEN:
+        return NumericError(
+            f"step {step}: the logits for position {position} hold NaN or +inf; run `xinfer-vk selftest` "
+            "to check the device, and check the model's weights"
+        )
+    return NumericError(
+        f"step {step}: no token is possible at position {position}: all logits are -inf or banned; "
+        "ban fewer tokens"
+    )

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from xinfer_vk.errors import ModelError, UsageError
+from xinfer_vk.errors import ModelError, UsageError, parameter_words, said, setting
 from xinfer_vk.fields import quoted
 from xinfer_vk.options import shown_fields
 
@@ -36,6 +36,10 @@ RECOMMENDED = {
     "typical_p": ("typical_p", 1.0),
     "repetition_penalty": ("repetition_penalty", 1.0),
 }
+
+
+# field of SamplingParams → its option on the command line, where that has another name
+OPTIONS = {"stop_token_ids": "stop_token_id", "bad_words": "bad_word"}
 
 
 class FrozenMap(dict):  # type: ignore[type-arg]
@@ -130,7 +134,8 @@ class SamplingParams:
         self._integer("min_new_tokens", 0, None, "0 or more")
         self._integer("max_new_tokens", 1, None, "1 or more")
         if self.logprobs is not None:
-            self._integer("logprobs", 0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}, or None (off)")
+            allowed = f"between 0 and {MAX_LOGPROBS}" + said(", or None (off)", "")
+            self._integer("logprobs", 0, MAX_LOGPROBS, allowed)
         self._set("logit_bias", _checked_bias(self.logit_bias))
         self._set("stop", _checked_stop(self.stop))
         self._set("stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
@@ -174,16 +179,16 @@ class SamplingParams:
 
     def check_vocabulary(self, size: int) -> None:
         """Raise :class:`UsageError` if a token id is outside a vocabulary of ``size``."""
-        named = {
+        used = {
             "logit_bias": self.logit_bias,
             "stop_token_ids": self.stop_token_ids,
             "bad_words": [token for word in self.bad_words if not isinstance(word, str) for token in word],
         }
-        for name, tokens in named.items():
+        for name, tokens in used.items():
             for token in tokens:
                 if token >= size:
                     raise UsageError(
-                        f"{name} names token {token}: the vocabulary has {size}, 0 to {size - 1}"
+                        f"{named(name)} names token {token}: the vocabulary has {size}, 0 to {size - 1}"
                     )
 
     def replace(self, **changes: Any) -> SamplingParams:
@@ -216,7 +221,8 @@ class SamplingParams:
         """What the makers of a model recommend. Raises :class:`ModelError`, naming ``where`` and the key,
         for a value that is out of range."""
         try:
-            return cls(**recommended_fields(config))
+            with parameter_words():  # the file's names, mostly
+                return cls(**recommended_fields(config))
         except UsageError as error:
             raise ModelError(f"{where}: {error}") from error
 
@@ -261,25 +267,28 @@ class SamplingParams:
             raise _refused("sampler_order", order, f"a list of these: {known}")
         for i, stage in enumerate(order):
             if stage not in STAGES:
-                raise _refused("sampler_order", stage, f"made of these: {known}", "names")
+                raise _refused("sampler_order", stage, f"a list of these: {known}", "names")
             if stage in order[:i]:
-                raise UsageError(f"sampler_order names {stage} twice: each stage may be there once")
+                raise UsageError(f"{named('sampler_order')} names {stage} twice: list each stage once")
         return tuple(order)
 
     def _refuse_contradictions(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
-                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens {self.max_new_tokens}: "
+                f"{named('min_new_tokens')} is {self.min_new_tokens} and {named('max_new_tokens')} "
+                f"{self.max_new_tokens}: "
                 "the minimum must not be above the maximum"
             )
         if self.penalty_window == 0:
             raise UsageError(
-                "penalty_window is 0, so penalties would do nothing: give a number of tokens or -1 (all)"
+                f"{named('penalty_window')} is 0, so penalties would do nothing: give a number of "
+                "tokens or -1 (all)"
             )
         for stage in STAGES:
             if stage not in self.sampler_order and self._does(stage):
                 raise UsageError(
-                    f"sampler_order leaves out {stage}, which is set: add it to the order, or do not set it"
+                    f"{named('sampler_order')} leaves out {stage}, which is set: add it to "
+                    "the order, or do not set it"
                 )
 
 
@@ -304,7 +313,7 @@ def _checked_processors(processors: object) -> tuple[LogitsProcessor, ...]:
         raise _refused("logits_processors", processors, "a function, or a list of functions")
     for function in processors:
         if not callable(function):
-            raise _refused("logits_processors", function, "made of functions", "has")
+            raise _refused("logits_processors", function, "a list of functions", "has")
     return tuple(processors)
 
 
@@ -327,9 +336,15 @@ def recommended_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v for name, v in given.items() if v != RECOMMENDED[name][1] or name == "temperature"}
 
 
+def named(field: str) -> str:
+    """A field in an error message: its name in Python, its option on the command line."""
+    return setting(field, option=OPTIONS.get(field, field))
+
+
 def _refused(name: str, value: object, allowed: str, verb: str = "is") -> UsageError:
+    """``verb``: after the name, such as "has" or "of token 5 is"."""
     shown = f"{value:g}" if isinstance(value, float) else quoted(value)
-    return UsageError(f"{name} {verb} {shown}: it must be {allowed}")
+    return UsageError(f"{named(name)} {verb} {shown}: it must be {allowed}")
 
 
 def _known_fields(fields: Mapping[str, Any]) -> None:
@@ -362,7 +377,7 @@ def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
         raise _refused(name, ids, "a list of token ids")
     for token in ids:
         if not _is_token(token):
-            raise _refused(name, token, "made of token ids, whole numbers from 0", "names")
+            raise _refused(name, token, "a list of token ids, which are whole numbers from 0", "names")
     return tuple(int(token) for token in ids)
 
 
@@ -372,10 +387,13 @@ def _checked_bias(bias: object) -> Mapping[int, float]:
     checked: dict[int, float] = {}
     for token, value in bias.items():
         if not _is_token(token):
-            raise _refused("logit_bias", token, "for token ids, whole numbers from 0", "names")
+            raise _refused(
+                "logit_bias", token, "a map from token ids, which are whole numbers from 0", "names"
+            )
         amount = _as_float(value)
         if amount != -math.inf and not abs(amount) <= MAX_BIAS:
-            raise _refused(f"logit_bias of token {token}", value, "between -1e30 and 1e30, or -inf to ban it")
+            allowed = "between -1e30 and 1e30, or -inf to ban it"
+            raise _refused("logit_bias", value, allowed, f"of token {token} is")
         checked[int(token)] = amount
     return FrozenMap(checked)
 
@@ -387,7 +405,7 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
         raise _refused("stop", stop, "a list of strings")
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise _refused("stop", text, "made of strings that are not empty", "has")
+            raise _refused("stop", text, "a list of non-empty strings", "has")
     return tuple(stop)
 
 
@@ -400,11 +418,11 @@ def _checked_bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     for word in words:
         if isinstance(word, str):
             if not word.strip():
-                raise _refused("bad_words", word, "made of strings that are not empty", "has")
+                raise _refused("bad_words", word, "a list of non-empty strings", "has")
             checked.append(word)
         else:
             ids = _checked_ids("bad_words", word)
             if not ids:
-                raise _refused("bad_words", ids, "made of at least one token each", "has")
+                raise _refused("bad_words", ids, "a list of words of at least one token", "has")
             checked.append(ids)
     return tuple(checked)

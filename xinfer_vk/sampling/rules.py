@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from xinfer_vk.errors import UsageError
-from xinfer_vk.sampling.params import SamplingParams
+from xinfer_vk.sampling.params import SamplingParams, named
 
 
 def bad_word_ids(
@@ -25,7 +25,8 @@ def bad_word_ids(
         for ids in (tuple(int(i) for i in encode(form)) for form in forms):
             if not ids:
                 raise UsageError(
-                    f"bad_words has {word!r}, which the tokenizer turns into no tokens: leave it out"
+                    f"{named('bad_words')} has {word!r}, which the tokenizer turns into no tokens: "
+                    "leave it out"
                 )
             sequences[ids] = None
     return tuple(sequences)

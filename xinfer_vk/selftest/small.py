@@ -13,6 +13,7 @@ from xinfer_vk.kernels.advance import advance
 from xinfer_vk.kernels.append_kv import HeadNorms, Rotation, append_kv
 from xinfer_vk.kernels.argmax import argmax, argmax_partial_words
 from xinfer_vk.kernels.base import Ref
+from xinfer_vk.kernels.copy_region import copy_region, region_list
 from xinfer_vk.kernels.copy_words import copy_words
 from xinfer_vk.kernels.order_columns import order_columns
 from xinfer_vk.kernels.quantize_rows import quantize_rows, quantized_words
@@ -41,6 +42,29 @@ def _copy_words(count: int) -> Build:
         source = bench.filled("source", words, BufferKind.WEIGHTS)
         target = bench.buffer("target", count + 9)
         return [copy_words(source, 5, target, 3, count)]
+
+    return build
+
+
+# -- copy_region -------------------------------------------------------------------------------------
+
+
+REGIONS: tuple[tuple[tuple[int, int, int], ...], ...] = (
+    (),
+    ((7, 4000, 257),),
+    ((0, 1024, 1024), (4099, 2049, 900), (3, 4001, 1)),
+)
+
+
+def _copy_region(regions: tuple[tuple[int, int, int], ...], parts: int) -> Build:
+    """Of a buffer of parts of 5000 words each; beyond the list there are regions that must not be moved."""
+
+    def build(bench: Bench) -> list[Step]:
+        words = np.random.default_rng(parts).integers(0, 1 << 32, parts * 5000, np.uint32)
+        data = bench.filled("data", words, BufferKind.KV)
+        listed = np.concatenate([[9] * 6, region_list(regions), [0, 1, 4000]]).astype(np.uint32)
+        state = bench.filled("state", listed, BufferKind.STATE)
+        return [copy_region(state, 6, data, parts, 5000, 600)]
 
     return build
 
@@ -391,6 +415,10 @@ def _cases() -> list[Case]:
     for count in (1, 3, 257, 70001):
         name, views = f"{count} words", {"source": "u32", "target": "u32"}
         cases += kernel_cases("copy_words", name, _copy_words(count), EXACT, views=views, quick=count != 3)
+    for count, regions in enumerate(REGIONS):
+        name, views = f"{len(regions)} regions", {"data": "u32", "state": "u32"}
+        build = _copy_region(regions, 1 + 2 * count)
+        cases += kernel_cases("copy_region", name, build, EXACT, views=views, quick=count > 0)
     for dim, used, rows, quick in (
         (1, 1, 1, False), (3, 2, 4, False), (7, 7, 8, False), (31, 1, 2, False), (33, 3, 3, True),
         (63, 2, 2, False), (65, 5, 8, False), (257, 3, 4, False), (576, 1, 1, True), (896, 31, 32, True),

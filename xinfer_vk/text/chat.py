@@ -99,6 +99,14 @@ class ChatTemplate:
         """
         return str.__str__(self._render(messages, add_generation_prompt, variables))
 
+    def check(self) -> None:
+        """Raise :class:`ModelError` if the template cannot be compiled."""
+        with self._lock:
+            try:
+                self._compile()
+            except Exception as e:  # Jinja's, or Python's compiler's: too deep, a number too long
+                raise ModelError(f"{self.where}: the chat template failed: {_one_line(str(e))}") from None
+
     def check_variables(self, names: Iterable[str]) -> None:
         """Raise :class:`UsageError` for a name that the template does not use, or that is not to be set."""
         for name in names:
@@ -112,7 +120,7 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """The names of what a caller may set: ``tools``, ``enable_thinking`` and the like. What the template
         sets before it looks at it is none of them."""
-        from jinja2 import TemplateError, meta
+        from jinja2 import meta
 
         with self._lock:
             try:
@@ -122,7 +130,7 @@ class ChatTemplate:
                 first_use: dict[str, str] = {}
                 for name in _names(tree):
                     first_use.setdefault(name.name, name.ctx)
-            except (TemplateError, RecursionError):  # rendering will say what is wrong with it
+            except Exception:  # Jinja's, or Python's compiler's; rendering will say what is wrong with it
                 return frozenset()
         given = {"messages", "add_generation_prompt", *environment.globals, *self.special_texts}
         return frozenset(name for name in used if first_use.get(name) == "load") - given

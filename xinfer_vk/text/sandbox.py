@@ -6,13 +6,14 @@ is an error, not a hang. And every string knows its origin (:mod:`xinfer_vk.text
 template's own markup can be told from the text it was given.
 
 Both are put in where Jinja compiles a template: its literals become traced strings; the turns of its
-loops, its calls, operators and lists go through the environment, which has the budget.
+loops, its calls, operators, slices and lists go through the environment, which has the budget. Attributes,
+filters, tests and functions are those of :mod:`xinfer_vk.text.allowed`, paid for before they run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -22,16 +23,23 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.runtime import Context, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from xinfer_vk.text.budget import FORMATTING, Budget
+from xinfer_vk.text.allowed import (
+    FILTERS,
+    FUNCTIONS,
+    OWN_CODE,
+    TESTS,
+    Cost,
+    attribute_cost,
+    cheap,
+    may_use,
+)
+from xinfer_vk.text.budget import ITEM_COST, LOOKUP_COST, Budget, check_literal
 from xinfer_vk.text.origin import TEMPLATE, Traced, concat
-
-# For HTML pages or debugging; some take quadratic time.
-REMOVED_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -40,7 +48,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     Set ``budget`` before every rendering. One rendering at a time.
     """
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_unops = frozenset(ImmutableSandboxedEnvironment.default_unop_table)
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def __init__(self) -> None:
         super().__init__(
@@ -50,16 +59,22 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.concat = concat  # type: ignore[assignment]
         self.finalize = self.printable
         self.filters.update(join=_join, tojson=_tojson)
-        self.filters = {
-            name: self._bounded(name, function)
-            for name, function in self.filters.items()
-            if name not in REMOVED_FILTERS
+        self.filters = {name: self._bounded(cost, self.filters[name]) for name, cost in FILTERS.items()}
+        self.tests = {name: self._bounded_test(cost, self.tests[name]) for name, cost in TESTS.items()}
+        functions: dict[str, Callable[..., Any]] = {
+            "cycler": Cycler,
+            "dict": _dict,
+            "joiner": Joiner,
+            "namespace": _Namespace,
+            "raise_exception": _raise_exception,
+            "range": safe_range,
+            "strftime_now": _strftime_now,
         }
-        self.tests = {name: self._bounded_test(function) for name, function in self.tests.items()}
-        self.globals.pop("lipsum", None)  # random text
-        self.globals.update(
-            dict=_dict, namespace=_Namespace, raise_exception=_raise_exception, strftime_now=_strftime_now
-        )
+        self.globals = dict(functions)
+        self._function_costs = {id(function): FUNCTIONS[name] for name, function in functions.items()}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return super().is_safe_attribute(obj, attr, value) and may_use(obj, attr)
 
     # -- what compiled templates call ---------------------------------------------------------------
 
@@ -71,51 +86,92 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def made(self, value: Any) -> Any:
         """A value that was just made."""
         self.budget.spend_value(value)
-        return value
+        return self.budget.items(value) if isinstance(value, Iterator) else value
 
     def compared(self, value: Any) -> Any:
         """A value that is about to be compared."""
-        self.budget.spend(0 if isinstance(value, str) else self.budget.size(value))
+        self.budget.spend(ITEM_COST)
+        self.budget.spend_comparison(value)
         return value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.budget.spend_key(argument)
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.budget.spend(LOOKUP_COST)
+        return super().getattr(obj, attribute)
+
+    def sliced(self, obj: Any, *bounds: Any) -> Any:
+        """``obj[start:stop:step]``"""
+        part = slice(*bounds)
+        if hasattr(obj, "__len__"):
+            self.budget.spend(len(range(*part.indices(len(obj)))))
+        return self.made(obj[part])
 
     def printable(self, value: Any) -> str:
         """What ``{{ value }}`` prints."""
-        self.budget.spend(self.budget.size(value))
+        self.budget.spend((1 if isinstance(value, str) else ITEM_COST) * self.budget.size(value))
         text = str(value)
         self.budget.spend(len(text))
         return text
 
     def joined(self, *parts: Any) -> str:
         """``a ~ b``."""
-        return concat([self.printable(part) for part in parts])
+        return self.made(concat([self.printable(part) for part in parts]))
 
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        name = getattr(function, "__name__", "")
-        method = getattr(function, "__wrapped__", function) if name in FORMATTING else function
-        if name == "join" and len(args) == 1 and not isinstance(args[0], (str, list, tuple)):
-            args = (list(args[0]),)  # a generator can be measured only when it is done
-        self.budget.check_call(name, getattr(method, "__self__", None), args, kwargs)
+        if getattr(function, "__self__", None) is self:  # what _Instrument put in; it pays for itself
+            return function(*args)
+        if not isinstance(function, Undefined):  # Jinja says what is undefined
+            receiver, cost = self._cost_of(function)
+            if args and getattr(function, "__name__", "") == "join" and isinstance(args[0], Iterator):
+                args = (list(args[0]), *args[1:])  # it can be measured only when it is done
+            cost(self.budget, receiver, args, kwargs)
         return self.made(super().call(context, function, *args, **kwargs))
+
+    def _cost_of(self, function: Any) -> tuple[Any, Cost]:
+        """What is called, as ``(receiver, cost)``. Raises :class:`SecurityError` if it is not on the list."""
+        if isinstance(function, OWN_CODE):
+            return None, cheap
+        if id(function) in self._function_costs:
+            return None, self._function_costs[id(function)]
+        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+        receiver, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        try:
+            cost = attribute_cost(receiver, name)
+        except KeyError:
+            cost = None
+        if cost is None:
+            raise SecurityError(f"a {type(function).__name__} cannot be called in a chat template")
+        return receiver, cost
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.check_operator(operator, left, right)
         return self.made(super().call_binop(context, operator, left, right))
 
-    def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call_unop(self, context: Context, operator: str, arg: Any) -> Any:
+        self.budget.spend()
+        return super().call_unop(context, operator, arg)
+
+    def _bounded(self, cost: Cost, function: Callable[..., Any]) -> Callable[..., Any]:
         passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # the context or environment, first
 
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             value = args[passed] if len(args) > passed else None
-            self.budget.check_filter(name, value, args[passed + 1 :], kwargs)
+            cost(self.budget, value, args[passed + 1 :], kwargs)
             return self.made(function(*args, **kwargs))
 
         return bounded
 
-    def _bounded_test(self, function: Any) -> Callable[..., Any]:
+    def _bounded_test(self, cost: Cost, function: Any) -> Callable[..., Any]:
+        passed = 1 if hasattr(function, "jinja_pass_arg") else 0
+
         @wraps(function)
         def bounded(*args: Any) -> Any:
-            self.budget.check_test(args)
+            value = args[passed] if len(args) > passed else None
+            cost(self.budget, value, args[passed + 1 :], {})
             return function(*args)
 
         return bounded
@@ -142,6 +198,7 @@ class _Instrument(NodeTransformer):
         return nodes.Call(nodes.EnvironmentAttribute(method), list(args), [], None, None)
 
     def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        check_literal(node.value)
         return self.environment.literal(node.value) if isinstance(node.value, str) else node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
@@ -149,6 +206,12 @@ class _Instrument(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         node.node = self.visit(node.node)
+        if isinstance(node.arg, nodes.Slice):
+            bounds = (node.arg.start, node.arg.stop, node.arg.step)
+            none = nodes.Const(None)
+            return self._call(
+                "sliced", node.node, *(self.visit(b) if b is not None else none for b in bounds)
+            )
         if not isinstance(node.arg, nodes.Const):  # a key is looked up, not printed
             node.arg = self.visit(node.arg)
         return node
@@ -241,6 +304,6 @@ def _tojson(
 def _join(environment: ChatEnvironment, value: Any, d: Any = "", attribute: Any = None) -> str:
     if attribute is not None:
         value = map(make_attrgetter(environment, attribute), value)
-    parts = [str(part) for part in value]
+    parts = [environment.printable(part) for part in value]
     environment.budget.check_join(str(d), parts)
     return (d if isinstance(d, Traced) else Traced(str(d))).join(parts)

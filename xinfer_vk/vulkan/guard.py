@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from xinfer_vk.errors import DeviceError, DeviceLostError, UsageError, XinferError
@@ -19,7 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def in_turn(method: F) -> F:
     """Hold the device's lock during a method. One thread at a time uses kp and the layer, which keeps notes
-    for the next dispatch, pipeline or buffer of a device."""
+    for the next dispatch, pipeline or buffer of a device. In a fork the lock is free, and what the method
+    calls refuses."""
 
     @functools.wraps(method)
     def locked(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -27,6 +28,24 @@ def in_turn(method: F) -> F:
             return method(self, *arguments, **named)
 
     return locked  # type: ignore[return-value]
+
+
+class ForkableLock:
+    """A re-entrant lock that is free in a fork of its process: the thread that held it does not exist there,
+    so waiting for it would hang."""
+
+    def __init__(self) -> None:
+        self._locks = {os.getpid(): threading.RLock()}
+
+    def __enter__(self) -> None:
+        self._own().acquire()
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # taken in the parent, left in a fork made meanwhile
+            self._own().release()
+
+    def _own(self) -> Any:
+        return self._locks.setdefault(os.getpid(), threading.RLock())
 
 
 class Process:
@@ -62,10 +81,10 @@ class Guard:
     def __init__(self, layer: DeviceLayer | None, turns: Any = None) -> None:
         self._layer = layer
         self.process = Process()
-        self.turns = turns or threading.RLock()  # the device's
+        self.turns = turns or ForkableLock()  # the device's
         self.lost = False
 
-    @contextmanager
+    @contextlib.contextmanager
     def __call__(self, doing: str, detail: str = "") -> Iterator[None]:
         """``doing`` completes "out of device memory while …". ``detail`` is added to the message."""
         self._refuse(doing)
@@ -92,7 +111,7 @@ class Guard:
     def _refuse(self, doing: str) -> None:
         self.process.require()
         if self.lost:
-            raise DeviceLostError(f"{doing}: the device was lost earlier; open it anew")
+            raise DeviceLostError(f"{doing}: the device was lost earlier; open it again")
 
     def _failed(self, doing: str, detail: str, error: Exception) -> NoReturn:
         self.check(doing, detail, error)

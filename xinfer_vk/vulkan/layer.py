@@ -247,7 +247,7 @@ class DeviceLayer:
 
     @classmethod
     def of_newest_device(cls) -> DeviceLayer | None:
-        """The device this thread made last, if the layer was in the way and it was not asked for yet."""
+        """The device this thread made last, if the layer was active and it was not asked for yet."""
         library, _ = load_library()
         device_id = library.xinfer_take_newest_device() if library else 0
         return cls(library, device_id) if library and device_id else None

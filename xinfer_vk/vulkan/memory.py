@@ -71,7 +71,7 @@ class DeviceMemory:
     # -- making and freeing -----------------------------------------------------------------------
 
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
-        """A buffer of ``words``; zero if it is mapped, anything if it is not (see :meth:`view`).
+        """A buffer of ``words``; zero if it is mapped and no KV cache, anything otherwise (see :meth:`view`).
 
         Raises :class:`UsageError` for a size below one word and :class:`OutOfMemoryError` for one the
         device does not have or cannot bind.
@@ -92,7 +92,7 @@ class DeviceMemory:
     def _make(self, buffer: Buffer, mapped: bool) -> Buffer:
         kp = kompute()
         size = buffer.words * WORD_BYTES
-        # kp copies these zeros into mapped memory; a calloc'ed array costs no memory where it is only read
+        # kp wants an array for the size, and as built here never reads it: so it costs no memory
         zeros = np.zeros(buffer.words, np.uint32)
         kind = kp.TensorTypes.host if mapped else kp.TensorTypes.storage
         if self._layer is not None and self.discrete and buffer.kind is BufferKind.RESULT:
@@ -110,6 +110,8 @@ class DeviceMemory:
         heap = self._info.heap_of(mapped=mapped)
         address = self._layer.newest_address() if self._layer is not None else 0
         view = tensor.data() if mapped else None
+        if view is not None and buffer.kind is not BufferKind.KV:
+            view.fill(0)  # of a KV cache no page is touched before it is used
         words = None if view is None else view.data
         self._slots[buffer] = _Slot(tensor, view, words, heap, size, address)
         self._heap_bytes[heap] = self._heap_bytes.get(heap, 0) + size
@@ -138,13 +140,16 @@ class DeviceMemory:
 
     def require(self, needed: int, what: str, kind: BufferKind = BufferKind.WEIGHTS) -> None:
         """Raise :class:`OutOfMemoryError` unless ``needed`` bytes of such buffers are free."""
-        mapped = not self.discrete or kind not in DEVICE_ONLY
-        free = self.free_bytes(mapped=mapped)
+        free = self.free_for(kind)
         if needed > free:
             raise OutOfMemoryError(
                 f"{what} needs {format_bytes(needed)} and {self._info.name} has {format_bytes(free)} free: "
                 f"{self._remedy(kind)}"
             )
+
+    def free_for(self, kind: BufferKind) -> int:
+        """What is free for buffers of a kind."""
+        return self.free_bytes(mapped=not self.discrete or kind not in DEVICE_ONLY)
 
     def free_bytes(self, *, mapped: bool) -> int:
         """What the heap had free at the start less what we took; for a CPU device also what the machine

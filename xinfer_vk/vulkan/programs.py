@@ -1,7 +1,7 @@
 """Shaders as Kompute algorithms: one for each (shader, constants, buffers), shared by all steps.
 
 A Kompute Algorithm owns a pipeline and a descriptor set, and costs milliseconds to make (and megabytes, on
-lavapipe); push constants are given anew at each dispatch. So steps that differ only in push constants share
+lavapipe); each dispatch sets its own push constants. So steps that differ only in push constants share
 one. It also fixes its group counts, which the companion layer puts right as a dispatch is recorded
 (:meth:`DeviceLayer.next_groups`); without the layer there is one for each of them.
 """

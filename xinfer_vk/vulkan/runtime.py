@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -31,7 +30,7 @@ from xinfer_vk.vulkan.devices import (
     vulkan_instance,
     wants_numpy,
 )
-from xinfer_vk.vulkan.guard import Guard, in_turn, never_let_go
+from xinfer_vk.vulkan.guard import ForkableLock, Guard, in_turn, never_let_go
 from xinfer_vk.vulkan.kompute import kompute
 from xinfer_vk.vulkan.memory import DeviceMemory
 from xinfer_vk.vulkan.pipeline_cache import PipelineCacheFile, pipeline_cache_folder
@@ -95,7 +94,7 @@ class KomputeRuntime:
         memory: str | None = None,
         steps_per_submit: int | None = None,
     ) -> None:
-        self.turns = threading.RLock()
+        self.turns = ForkableLock()
         self._manager: Any = None  # first of all, so that close() works from anywhere below
         _refuse_fork()
         named = "memory" if memory else "XINFER_VK_MEMORY"
@@ -126,7 +125,7 @@ class KomputeRuntime:
         self._uploading = False
         self._cache = self._open_pipeline_cache()
 
-    # -- what there is ----------------------------------------------------------------------------
+    # -- Properties -------------------------------------------------------------------------------
 
     @property
     def driver(self) -> str:
@@ -135,7 +134,7 @@ class KomputeRuntime:
 
     @property
     def layer_active(self) -> bool:
-        """Whether the companion layer is in the way: barriers, features, errors, pipeline cache."""
+        """Whether the companion layer is active: barriers, features, errors, pipeline cache."""
         return self._layer is not None
 
     @property
@@ -168,8 +167,14 @@ class KomputeRuntime:
         self._memory.require(needed_bytes, what, kind)
 
     @in_turn
+    def free_bytes(self, kind: BufferKind) -> int:
+        """Memory that is free for buffers of that kind."""
+        self._open()
+        return self._memory.free_for(kind)
+
+    @in_turn
     def allocate(self, name: str, words: int, kind: BufferKind) -> Buffer:
-        """A new buffer, all zero. Raises :class:`OutOfMemoryError`."""
+        """A new buffer, all zero (one of kind KV may hold anything). Raises :class:`OutOfMemoryError`."""
         self._open()
         buffer = self._memory.allocate(name, words, kind)
         if self._memory.view(buffer) is None:
@@ -246,7 +251,7 @@ class KomputeRuntime:
     def prepare(
         self, plan: Plan, *, progress: CompileProgress | None = None, timed: bool = False
     ) -> RecordedPlan:
-        """Make a plan's pipelines and record it. ``progress`` hears of the pipelines that are new.
+        """Make a plan's pipelines and record it. ``progress`` is called as new pipelines compile.
         ``timed``: take the device's time of every step (:meth:`RecordedPlan.times_ns`); needs the layer.
         """
         self._open()
@@ -323,10 +328,14 @@ class KomputeRuntime:
         with contextlib.suppress(Exception):  # at the interpreter's end anything may be gone
             self.close()
 
+    def check_process(self) -> None:
+        """Raise :class:`UsageError` in a fork of the process that opened the device."""
+        self._guard.process.require()
+
     def _open(self) -> None:
         if self._manager is None:
             raise UsageError("the runtime is closed: open a new one")
-        self._guard.process.require()
+        self.check_process()
 
     def _open_pipeline_cache(self) -> PipelineCacheFile | None:
         folder = pipeline_cache_folder()

@@ -242,7 +242,7 @@ class RecordedPlan:
         return max((took for (start, stop), took in spans if stop - start == 1), default=0.0)
 
     def _adapt(self) -> None:
-        """Record the plan anew if its last two runs say that it should be cut in another way; the first one
+        """Record the plan again if its last two runs say that it should be cut in another way; the first one
         alone may. Of the two the shorter times count: the machine may have been busy with something else."""
         if len(self._seconds) < (1 if self._probing else 2):
             return

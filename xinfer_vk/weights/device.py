@@ -219,7 +219,7 @@ class WeightPlanner:
         self._refuse_unused()
 
     def upload(self, runtime: Runtime, progress: Callable[[int, int], None] | None = None) -> None:
-        """Allocate the arenas and fill them. ``progress(done, total)`` is told bytes now and then.
+        """Allocate the arenas and fill them. ``progress(done, total)`` counts bytes.
 
         Raises :class:`ModelError` for a tensor in the file that nothing asked for, and
         :class:`OutOfMemoryError` from the runtime, after freeing what was allocated.

@@ -59,7 +59,7 @@ def write_gguf(
     overwrite: bool = False,
 ) -> int:
     """Write a file and return its size in bytes. ``keys``: encoded values. ``tensors``: their ``read_rows``
-    in the order given are what is written. ``progress(done, total)`` is told bytes.
+    in the order given are what is written. ``progress(done, total)`` counts bytes.
 
     The file gets its name when it is complete and on the disk, so that there is never half a model under
     it. Raises :class:`UsageError` if there is a file already (unless ``overwrite``), or if it cannot be

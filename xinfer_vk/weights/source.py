@@ -67,6 +67,11 @@ class ModelSource:
     left_out: tuple[str, ...] = ()
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The model's directory or file, and the files that its tensors are read from."""
+        return (self.path, *dict.fromkeys(f.path for tensor in self.tensors.values() for f in tensor.files))
+
+    @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know of the checkpoint, a line each."""
         notices, ids, size = [], self.config.ids_left_out, self.config.vocab_size
