@@ -45,9 +45,11 @@ def _add_swiftshader() -> None:
 
 _add_swiftshader()
 
-# A script's background job ignores SIGINT, and so do its children, which tests interrupt.
+# A background job of a script ignores SIGINT, one under nohup SIGHUP; so do its children, which tests stop.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if os.environ.get("XINFER_VK_TEST_EVERY_BARRIER"):
     # For validation, which knows a bound buffer only as a whole: steps that are marked independent because

@@ -92,8 +92,10 @@ def test_a_limit_on_files_is_an_error_where_the_driver_keeps_its_memory_in_one(d
         assert (
             done.returncode == 1 and "out of memory: buffer" in done.stderr and "`ulimit -f 0`" in done.stderr
         )
-    else:
-        assert done.returncode == 0, done.stderr
+    else:  # SwiftShader compiles into a file in memory, and crashes where that must stay empty
+        ended = "out of file size: a library ended the program (SIGBUS) under `ulimit -f 0`"
+        assert done.returncode == 0 or ended in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_what_fits_the_limit_on_files_is_allowed(monkeypatch):

@@ -71,6 +71,10 @@ class AnswerWriter:
         if self._progress is not None:
             self._progress.release()
 
+    def flush(self) -> None:
+        """Write the last word now, though its end has not come: something else is about to be printed."""
+        self._put(self._held_back(ends=False))
+
     def _held_back(self, ends: bool = True) -> str:
         """The last word, which was waiting for what follows it. ``ends``: a line begins after it."""
         if self._wrapper is None:

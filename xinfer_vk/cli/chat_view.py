@@ -72,6 +72,7 @@ class PlainView:
             self._tell(f"{name:<{width}}  {text}")
 
     def _tell(self, text: str) -> None:
+        self._answer.flush()
         _write(self._err, text + "\n")
 
 
