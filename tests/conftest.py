@@ -121,12 +121,20 @@ LONGEST = (
     "chat_sandbox", "chat_allowed", "fuzz_files", "activations_int8", "runtime", "repeat",
 )  # fmt: skip
 
+# More that the quick tier leaves out, since they start programs, compile or build for 10 to 40 seconds.
+LONG = (
+    "cli", "cli_batch", "packaging", "pull", "cli_streams", "build_shaders", "pack", "benchmarks", "perplexity",
+    "quantize", "compare_decoding", "llm_threads", "readme_figures", "terminal",
+)  # fmt: skip
+
 
 def in_tier(tier: str, item: pytest.Item) -> bool:
-    """Whether a test runs in a tier. The quick one leaves out the longest files and all but one device."""
+    """Whether a test runs in a tier. The quick one leaves out the longest files and all devices but one:
+    lavapipe, if it is there, which compiles fastest."""
     if tier == "quick":
-        other = any(f"{d.id}]" in item.name or f"[{d.id}" in item.name for d in DEVICES[1:])
-        if other or item.path.stem.removeprefix("test_") in LONGEST:
+        *others, _ = sorted((d.id for d in DEVICES), key=lambda name: name == "lavapipe") or [""]
+        other = any(f"{name}]" in item.name or f"[{name}" in item.name for name in others)
+        if other or item.path.stem.removeprefix("test_") in (*LONGEST, *LONG):
             return False
     return tier == "all" or item.get_closest_marker("tier_all") is None
 
