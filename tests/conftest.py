@@ -123,13 +123,13 @@ LONGEST = (
 
 # More that the quick tier leaves out, since they start programs, compile or build for 10 to 40 seconds.
 LONG = (
-    "cli", "cli_batch", "packaging", "pull", "cli_streams", "build_shaders", "pack", "benchmarks", "perplexity",
-    "quantize", "compare_decoding", "llm_threads", "readme_figures", "terminal",
+    "cli", "cli_batch", "packaging", "pull", "cli_streams", "build_shaders", "pack", "benchmarks",
+    "perplexity", "quantize", "compare_decoding", "llm_threads", "readme_figures", "terminal",
 )  # fmt: skip
 
 
 def in_tier(tier: str, item: pytest.Item) -> bool:
-    """Whether a test runs in a tier. The quick one leaves out the longest files and all devices but one:
+    """Whether a test runs in a tier. The quick one leaves out the long files and all devices but one:
     lavapipe, if it is there, which compiles fastest."""
     if tier == "quick":
         *others, _ = sorted((d.id for d in DEVICES), key=lambda name: name == "lavapipe") or [""]
