@@ -29,6 +29,39 @@ class LayerCache:
     v_offset: int
 
 
+def most_bytes(profile: DeviceProfile) -> int:
+    """Of a buffer that a device can bind and 32 bits can count."""
+    return min(profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What decides how large a block is."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    kv_dtype: str
+
+    @property
+    def vector_words(self) -> int:
+        """Of the keys, or the values, of one block in one layer."""
+        return self.kv_heads * vector_words(self.kv_dtype, self.head_dim) * BLOCK_TOKENS
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers, keys and values."""
+        return self.layers * self.layer_block_bytes
+
+    @property
+    def layer_block_bytes(self) -> int:
+        return 2 * self.vector_words * WORD_BYTES
+
+    def most_blocks(self, profile: DeviceProfile) -> int:
+        """Blocks of one layer that a device can bind."""
+        return most_bytes(profile) // self.layer_block_bytes
+
+
 class KVCache(Sequences):
     """Keys and values of up to ``sequences`` sequences of up to ``capacity`` tokens each, on the device.
 
@@ -54,11 +87,12 @@ class KVCache(Sequences):
         total: int | None = None,
         blocks: int | None = None,
     ) -> None:
-        block_words = kv_heads * vector_words(kv_dtype, head_dim) * BLOCK_TOKENS  # of K (or V)
+        shape = KVShape(layers, kv_heads, head_dim, kv_dtype)
+        block_words = shape.vector_words
         self.runtime, self.kv_dtype = runtime, kv_dtype
         each = -(-capacity // BLOCK_TOKENS)
-        limit = min(runtime.profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES) // WORD_BYTES
-        most_blocks = limit // (2 * block_words)
+        limit = most_bytes(runtime.profile) // WORD_BYTES
+        most_blocks = shape.most_blocks(runtime.profile)
         if (each if blocks is None else blocks) > most_blocks:
             smaller = {"f32": "f16", "f16": "" if head_dim % SCALE_DIMS else "q8_0"}.get(kv_dtype, "")
             needed = 2 * each * block_words * WORD_BYTES
@@ -106,26 +140,3 @@ class KVCache(Sequences):
         for buffer in self._buffers:
             self.runtime.free(buffer)
         self._buffers.clear()
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """What decides how large a block is."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    kv_dtype: str
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one block in all layers, keys and values."""
-        return self.layers * self.layer_block_bytes
-
-    @property
-    def layer_block_bytes(self) -> int:
-        return 2 * self.kv_heads * vector_words(self.kv_dtype, self.head_dim) * BLOCK_TOKENS * WORD_BYTES
-
-    def most_blocks(self, profile: DeviceProfile) -> int:
-        """Blocks of one layer that a device can bind."""
-        return min(profile.max_storage_range_bytes, (1 << 32) - WORD_BYTES) // self.layer_block_bytes

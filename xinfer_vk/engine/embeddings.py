@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from xinfer_vk.blocks import CachedSequence
-from xinfer_vk.engine.runner import Chunk, ModelRunner
+from xinfer_vk.engine.runner import ModelRunner
 from xinfer_vk.errors import ModelError
 from xinfer_vk.fields import parse_json
 from xinfer_vk.weights.source import ModelSource
@@ -25,15 +25,10 @@ GGUF_TYPES: dict[int, Pooling] = {0: "mean", 1: "mean", 2: "cls", 3: "last"}  # 
 
 
 def hidden_states(runner: ModelRunner, sequence: CachedSequence, token_ids: Sequence[int]) -> np.ndarray:
-    """The final norm's rows of each token, ``float32 [tokens, hidden size]``, in chunks of as many tokens as
-    a step returns rows. ``sequence`` is empty and has room. Raises what :meth:`ModelRunner.run` raises."""
-    step = runner.max_outputs
-    rows = [
-        runner.run([Chunk(sequence, token_ids[i : i + step], "all")], "hidden")
-        for i in range(0, len(token_ids), step)
-    ]
+    """The final norm's rows of each token, ``float32 [tokens, hidden size]``. ``sequence`` is empty and has
+    room. Raises what :meth:`ModelRunner.run` raises."""
     # Loading multiplies the norm's weight by the scale of the logits.
-    return np.concatenate(rows) / np.float32(runner.config.logit_scale)
+    return runner.rows_of(sequence, token_ids, "hidden") / np.float32(runner.config.logit_scale)
 
 
 def pool(rows: np.ndarray, pooling: Pooling, normalize: bool) -> np.ndarray:

@@ -24,11 +24,11 @@ class GenerationResult:
 
     ``text``: the answer. ``thinking``: the reasoning before it, for models that reason.
     ``finish_reason``: "stop" (end of sequence, a stop token or a stop string), "length" (the limit),
-    "interrupted", or "error" (an exception ended it). ``token_ids``: the generated tokens, without the token
-    that ended the text, but with those of a stop string. ``prompt``, ``sample``: the index of the prompt in a
-    batch, and of this sample of it. ``seed``: the seed that repeats it. ``stop``: the stop string or token
-    that ended it. ``logprobs``: one for each of ``token_ids``, if requested. ``prompt_logprobs``: one for
-    each prompt token after the first.
+    "interrupted", or "error" (an exception ended it: ``error``). ``token_ids``: the generated tokens, without
+    the token that ended the text, but with those of a stop string. ``prompt``, ``sample``: the index of the
+    prompt in a batch, and of this sample of it. ``seed``: the seed that repeats it. ``stop``: the stop string
+    or token that ended it. ``logprobs``: one for each of ``token_ids``, if requested. ``prompt_logprobs``: one
+    for each prompt token after the first.
     """
 
     text: str
@@ -43,6 +43,7 @@ class GenerationResult:
     thinking: str = ""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: Exception | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else self.text[:59] + "…"
@@ -60,6 +61,7 @@ class GenerationResult:
             "prompt_token_ids": list(self.prompt_token_ids),
             "finish_reason": self.finish_reason,
             "stop": self.stop,
+            "error": None if self.error is None else str(self.error),
             "metrics": self.metrics.as_dict(),
         }
         for name in ("logprobs", "prompt_logprobs"):
@@ -254,6 +256,7 @@ class Generation:
             stop=self.stop,
             logprobs=None if self.params.logprobs is None else self._with_texts(self.logprobs),
             prompt_logprobs=self._with_texts(self.prompt_logprobs) if self.want_prompt_logprobs else None,
+            error=self.error,
         )
 
     def _with_texts(self, entries: Sequence[TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

@@ -29,7 +29,7 @@ from xinfer_vk.engine.engine import Engine
 from xinfer_vk.engine.generation import Generation, GenerationResult, sibling
 from xinfer_vk.engine.memory import fitting_runner, pool_blocks
 from xinfer_vk.engine.metrics import peak_host_bytes
-from xinfer_vk.engine.runner import MAX_OUTPUTS, Chunk, ModelRunner
+from xinfer_vk.engine.runner import MAX_OUTPUTS, ModelRunner
 from xinfer_vk.engine.scoring import AnswerScore, score
 from xinfer_vk.engine.stream import GenerationStream, PieceStream, end_streams
 from xinfer_vk.errors import UsageError, said, setting
@@ -500,12 +500,7 @@ class LLM:
         engine = self._open_engine()
         with engine.borrow(len(ids)) as sequence:
             self._check_open()
-            step = engine.runner.max_outputs
-            rows = [
-                engine.runner.run([Chunk(sequence, ids[i : i + step], "all")], "logits")
-                for i in range(0, len(ids), step)
-            ]
-        return np.concatenate(rows)
+            return engine.runner.rows_of(sequence, ids, "logits")
 
     def hidden_states(self, text: str | Sequence[int]) -> np.ndarray:
         """The last layer's hidden states of a text as it is, or of token ids, after the final norm:

@@ -335,9 +335,7 @@ class Scorer:
             target = window.begin + at + 1  # the token after the first of the piece
             targets = slice(target, target + len(piece))
             with self._turn():
-                runner.sampler.write_targets(self._ids[targets])
-                runner.run([Chunk(sequence, piece, "all")], "logprobs")
-                found = runner.sampler.read_targets(len(piece))
+                found = runner.target_logprobs(sequence, piece, self._ids[targets])
             if np.isnan(found).any():
                 which = target + int(np.isnan(found).argmax())
                 raise NumericError(

@@ -281,6 +281,24 @@ class ModelRunner:
             times.append(recorded.times_ns())
         return plan, np.array(times)
 
+    def rows_of(
+        self, sequence: CachedSequence, tokens: Sequence[int], head: Literal["logits", "hidden"]
+    ) -> np.ndarray:
+        """Append ``tokens`` to a sequence, as many a step as it returns rows: what :meth:`run` returns for
+        every token. Raises what :meth:`run` raises."""
+        step = self.max_outputs
+        chunks = (Chunk(sequence, tokens[at : at + step], "all") for at in range(0, len(tokens), step))
+        return np.concatenate([self.run([chunk], head) for chunk in chunks])
+
+    def target_logprobs(
+        self, sequence: CachedSequence, tokens: Sequence[int], targets: Sequence[int]
+    ) -> np.ndarray:
+        """Append ``tokens`` to a sequence; the log-probability of each one's target, ``float64 [tokens]``,
+        NaN where its logits hold NaN or +inf. Raises what :meth:`run_rows` raises."""
+        self.sampler.write_targets(targets)
+        self.run_rows([Chunk(sequence, tokens, "all")], "logprobs")
+        return self.sampler.read_targets(len(tokens))
+
     def read_logprobs(self, row: int) -> TokenLogprobs:
         """Log-probabilities of the token that the last run chose (or had as its target) in ``row``, for
         rows whose parameters ask for them."""

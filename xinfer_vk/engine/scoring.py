@@ -9,6 +9,7 @@ import numpy as np
 
 from xinfer_vk.blocks import CachedSequence
 from xinfer_vk.engine.runner import Chunk, ModelRunner
+from xinfer_vk.errors import NumericError
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,16 @@ def _logprobs(
     before = len(prompt) - 1
     while sequence.length < before:
         at = sequence.length
-        runner.run([Chunk(sequence, prompt[at : min(before, at + runner.prefill_tokens)], "none")], "logits")
-    inputs, found = [prompt[-1], *answer[:-1]], []
+        runner.run(
+            [Chunk(sequence, prompt[at : min(before, at + runner.prefill_tokens)], "none")], "logprobs"
+        )
+    inputs, found = [prompt[-1], *answer[:-1]], np.empty(0)
     for at in range(0, len(inputs), runner.max_outputs):
-        part = inputs[at : at + runner.max_outputs]
-        logits = runner.run([Chunk(sequence, part, "all")], "logits").astype(np.float64)
-        logits -= logits.max(axis=1, keepdims=True)
-        chosen = logits[np.arange(len(part)), answer[at : at + len(part)]]
-        found += (chosen - np.log(np.exp(logits).sum(axis=1))).tolist()
-    return tuple(found)
+        part = slice(at, at + runner.max_outputs)
+        found = np.append(found, runner.target_logprobs(sequence, inputs[part], answer[part]))
+    if np.isnan(found).any():
+        raise NumericError(
+            f"the logits for token {int(np.isnan(found).argmax())} of an answer hold NaN or +inf; run "
+            "`xinfer-vk selftest` to check the device, and check the model's weights"
+        )
+    return tuple(found.tolist())
