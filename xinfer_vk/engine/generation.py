@@ -27,8 +27,8 @@ class GenerationResult:
     "interrupted", or "error" (an exception ended it: ``error``). ``token_ids``: the generated tokens, without
     the token that ended the text, but with those of a stop string. ``prompt``, ``sample``: the index of the
     prompt in a batch, and of this sample of it. ``seed``: the seed that repeats it. ``stop``: the stop string
-    or token that ended it. ``logprobs``: one for each of ``token_ids``, if requested. ``prompt_logprobs``: one
-    for each prompt token after the first.
+    or token that ended it. ``logprobs``: one for each of ``token_ids``, if requested. ``prompt_logprobs``:
+    one for each prompt token after the first.
     """
 
     text: str
